@@ -81,7 +81,6 @@ _CONFIGS: dict[str, dict[str, Any]] = {
             "rope_type": "default",
             "rope_theta": 10000.0,
             "partial_rotary_factor": 0.25,
-            "mrope_section": [2, 1, 1],
         },
     },
     # ArraysCache only.
