@@ -1,0 +1,205 @@
+"""What the vision transformers of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 have in common.
+
+A part (an image, or one temporal patch of a video) is a grid of patches, listed merge block by merge block: the
+`merge` × `merge` patches that become one token are neighbours in the list. Attention carries a two-axis rotary
+embedding, half of the frequencies for rows and half for columns. A temporal patch attends within itself only, so parts
+are encoded independently of each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlxgen.errors import UnsupportedError
+from mlxgen.inputs import Features
+
+# What one step between two checkpoints may compute: a tenth of a second at 1 TFLOP/s, about what the smallest Apple GPU
+# sustains. A constant rather than a measurement, so that the number of steps is the same on every run and machine.
+STEP_FLOPS: Final = 1e11
+
+# Head widths for which MLX has a fused attention kernel on the GPU. Other widths are padded to the next of them with
+# zeros, which changes no score and saves the quadratic score matrix.
+_FUSED_HEAD_DIMS: Final = (64, 80, 128)
+
+ACTIVATIONS: Final[dict[str, Callable[[mx.array], mx.array]]] = {
+    "gelu": nn.gelu,
+    "gelu_pytorch_tanh": nn.gelu_approx,
+    "quick_gelu": nn.gelu_fast_approx,
+    "silu": nn.silu,
+}
+
+
+def activation(name: str) -> Callable[[mx.array], mx.array]:
+    """The activation a config names. Raises `UnsupportedError` for one no published tower has."""
+    if name not in ACTIVATIONS:
+        raise UnsupportedError(f"the vision tower's hidden_act is {name!r}; mlxgen knows {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def patch_coordinates(rows: int, columns: int, merge: int) -> np.ndarray[Any, Any]:
+    """Row and column of every patch of a grid, int64 (rows * columns, 2), in merge-block order."""
+    grid = np.stack(np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij"), axis=-1)
+    blocks = grid.reshape(rows // merge, merge, columns // merge, merge, 2)
+    return blocks.transpose(0, 2, 1, 3, 4).reshape(-1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class GridRotation:
+    """Cosines and sines of a part's patches, float32 (patches, 1, head_dim / 2)."""
+
+    cos: mx.array
+    sin: mx.array
+
+    @classmethod
+    def of(cls, coordinates: np.ndarray[Any, Any], head_dim: int, theta: float) -> GridRotation:
+        """From rows and columns (patches, 2): each takes half of the head's frequencies, rows first."""
+        half = head_dim // 2
+        inverse = 1.0 / np.float32(theta) ** (np.arange(0, half, 2, dtype=np.float32) / np.float32(half))
+        angles = (coordinates.astype(np.float32)[:, :, None] * inverse.astype(np.float32)).reshape(
+            len(coordinates), 1, -1
+        )
+        return cls(mx.array(np.cos(angles)), mx.array(np.sin(angles)))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Rotate (patches, heads, head_dim), in float32, back in the type it came in."""
+        first, second = mx.split(x.astype(mx.float32), 2, axis=-1)
+        rotated = mx.concatenate([first * self.cos - second * self.sin, second * self.cos + first * self.sin], axis=-1)
+        return rotated.astype(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Which patches attend to each other: a gather into windows of one length, shorter ones padded.
+
+    `index` int32 (windows, length) names the patch in each place (0 in padding), `mask` bool (windows, 1, 1, length)
+    the places that are real (None if all are), `inverse` int32 (patches,) each patch's place in the flattened windows.
+    """
+
+    index: mx.array
+    mask: mx.array | None
+    inverse: mx.array
+
+    @classmethod
+    def of(cls, members: Sequence[Sequence[int]]) -> Windows:
+        length = max(len(window) for window in members)
+        index = np.zeros((len(members), length), dtype=np.int32)
+        mask = np.zeros((len(members), length), dtype=bool)
+        inverse = np.zeros(sum(len(window) for window in members), dtype=np.int32)
+        for number, window in enumerate(members):
+            index[number, : len(window)] = window
+            mask[number, : len(window)] = True
+            inverse[np.asarray(window)] = number * length + np.arange(len(window))
+        return cls(mx.array(index), None if mask.all() else mx.array(mask[:, None, None, :]), mx.array(inverse))
+
+
+def attend(query: mx.array, key: mx.array, value: mx.array, windows: Windows | None = None) -> mx.array:
+    """Softmax attention over (patches, heads, head_dim): all with all, or within windows."""
+    num_patches, num_heads, head_dim = query.shape
+    scale = head_dim**-0.5
+    if windows is None:
+        heads = [x.transpose(1, 0, 2)[None] for x in (query, key, value)]
+        out = _fused(heads[0], heads[1], heads[2], scale, None)[0].transpose(1, 0, 2)
+        return out.reshape(num_patches, num_heads * head_dim)
+    heads = [x[windows.index].transpose(0, 2, 1, 3) for x in (query, key, value)]
+    out = _fused(heads[0], heads[1], heads[2], scale, windows.mask).transpose(0, 2, 1, 3)
+    return out.reshape(-1, num_heads * head_dim)[windows.inverse]
+
+
+def _fused(query: mx.array, key: mx.array, value: mx.array, scale: float, mask: mx.array | None) -> mx.array:
+    head_dim = query.shape[-1]
+    if mx.default_device() == mx.gpu:
+        query, key, value = (pad_heads(x) for x in (query, key, value))
+    return mx.fast.scaled_dot_product_attention(query, key, value, scale=scale, mask=mask)[..., :head_dim]
+
+
+def pad_heads(x: mx.array) -> mx.array:
+    """Widen the last axis with zeros to a width MLX has a fused kernel for, if there is one."""
+    wider = next((dims for dims in _FUSED_HEAD_DIMS if dims >= x.shape[-1]), x.shape[-1])
+    return mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, wider - x.shape[-1])])
+
+
+class PatchEmbedding(nn.Module):  # type: ignore[misc]
+    """The patch convolution, whose stride is its kernel, as the matrix product it is."""
+
+    def __init__(self, patch_dims: int, hidden_size: int, *, bias: bool) -> None:
+        super().__init__()
+        self.proj = nn.Linear(patch_dims, hidden_size, bias=bias)
+
+    def __call__(self, patches: mx.array) -> mx.array:
+        return self.proj(patches.astype(self.proj.weight.dtype))  # type: ignore[no-any-return]
+
+
+class VisionAttention(nn.Module):  # type: ignore[misc]
+    """Multi-head attention over a part's patches, (patches, hidden)."""
+
+    def __init__(self, hidden_size: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
+        self.proj = nn.Linear(hidden_size, hidden_size)
+
+    def __call__(self, x: mx.array, rotation: GridRotation, windows: Windows | None = None) -> mx.array:
+        query, key, value = mx.split(self.qkv(x).reshape(x.shape[0], 3, self.num_heads, -1), 3, axis=1)
+        out = attend(rotation(query[:, 0]), rotation(key[:, 0]), value[:, 0], windows)
+        return self.proj(out)  # type: ignore[no-any-return]
+
+
+def block_flops(num_patches: int, hidden_size: int, mlp_weights: int, window: int) -> float:
+    """Floating-point operations of one block: its matrices, and attention over `window` patches."""
+    return 2.0 * num_patches * (4 * hidden_size**2 + mlp_weights) + 4.0 * num_patches * window * hidden_size
+
+
+def step_ends(costs: Sequence[float], budget: float = STEP_FLOPS) -> list[int]:
+    """Where to stop between blocks: ends of runs of blocks that cost at most `budget` together (one block at least)."""
+    ends: list[int] = []
+    spent = 0.0
+    for number, cost in enumerate(costs):
+        if number and spent + cost > budget:
+            ends.append(number)
+            spent = 0.0
+        spent += cost
+    return [*ends, len(costs)]
+
+
+def run_blocks(
+    hidden: mx.array,
+    costs: Sequence[float],
+    block: Callable[[int, mx.array], tuple[mx.array, Features]],
+    merge: Callable[[mx.array], mx.array],
+) -> Iterator[Features | None]:
+    """Run the blocks step by step, `mx.eval` at the end of each; None after every step but the last, then the features.
+
+    `block(i, hidden)` is block i and the features that branch off after it, `merge(hidden)` what comes after the last
+    block; it belongs to the last step.
+    """
+    features: Features = {}
+    start = 0
+    for end in step_ends(costs):
+        for number in range(start, end):
+            hidden, branch = block(number, hidden)
+            features |= branch
+        if end == len(costs):
+            features["features"] = merge(hidden)
+            mx.eval(features)
+            yield features
+        else:
+            mx.eval(hidden, features)
+            yield None
+        start = end
+
+
+class Tower(Protocol):
+    """A vision tower of the Qwen families. Immutable after load."""
+
+    def encode(self, patches: np.ndarray[Any, Any], rows: int, columns: int) -> Iterator[Features | None]:
+        """Features of one part from its patches, float32 (rows * columns, channels * temporal * patch * patch).
+
+        Yields None after each step but the last, then {"features": (tokens, hidden of the language model), ...}.
+        """
+        ...
