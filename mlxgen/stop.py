@@ -1,0 +1,133 @@
+"""Stop strings: found across token boundaries, never shown, not even in half.
+
+The state is a pure function of the text fed and of where `flush` and `release` were called: how the text was cut into
+pieces makes no difference, so a resumed reply matches as the uninterrupted one does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from mlxgen.errors import InvalidValueError
+
+MAX_STOP_STRINGS: Final = 256
+MAX_STOP_CHARS: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class StopStep:
+    """`emit` may be shown now; `hit` is the stop string that ended the reply, or None."""
+
+    emit: str
+    hit: str | None
+
+
+class StopMatcher:
+    """Holds back what may be the beginning of a stop string. Owned by one reply; cheap to build and to feed again.
+
+    The match that starts first wins; of those that start together, the shortest. While an earlier start may still
+    become a match, a later complete one waits for it. Comparison is by code points, without normalisation. Raises
+    `InvalidValueError` for an empty string, one of more than 4096 characters, or more than 256 of them.
+    """
+
+    def __init__(self, stop_strings: Sequence[str]) -> None:
+        if isinstance(stop_strings, str):
+            raise InvalidValueError("stop strings are given as one string; give a list of strings")
+        if len(stop_strings) > MAX_STOP_STRINGS:
+            raise InvalidValueError(f"{len(stop_strings)} stop strings; the limit is {MAX_STOP_STRINGS}, use fewer")
+        for stop in stop_strings:
+            if not isinstance(stop, str) or not stop:
+                raise InvalidValueError(f"stop string {stop!r} is empty or no string; leave it out")
+            if len(stop) > MAX_STOP_CHARS:
+                raise InvalidValueError(
+                    f"a stop string of {len(stop)} characters; the limit is {MAX_STOP_CHARS}, use its beginning"
+                )
+        self.stop_strings = tuple(stop_strings)
+        shortest_first = sorted(set(stop_strings), key=lambda stop: (len(stop), stop))
+        self._complete = re.compile("|".join(map(re.escape, shortest_first))) if shortest_first else None
+        self._longest = max(map(len, stop_strings), default=0)
+        self._first_chars = frozenset(stop[0] for stop in stop_strings)
+        # Text from the first position that may still begin a match; its first `_num_shown` characters are shown
+        # already (after a flush).
+        self._buffer = ""
+        self._num_shown = 0
+        self._hit: str | None = None
+        self._hit_start = 0
+
+    @property
+    def hit(self) -> str | None:
+        """The stop string that was found and not yet released."""
+        return self._hit
+
+    @property
+    def held(self) -> str:
+        """What is held back at the moment, the stop string included if one was hit."""
+        return self._buffer[max(self._num_shown, self._hit_start if self._hit else 0) :]
+
+    def feed(self, text: str) -> StopStep:
+        """Take in more text. After a hit nothing is emitted, text is kept for `release`, and `hit` stays."""
+        self._buffer += text
+        if self._hit is not None:
+            return StopStep("", self._hit)
+        return StopStep(self._scan(), self._hit)
+
+    def flush(self) -> str:
+        """What was held back, for a reply that ends by its length.
+
+        A stop string that goes across this point is still found later; what was emitted of it stays emitted. A complete
+        stop string that waits for an earlier, longer match is never emitted. After a hit there is nothing to emit.
+        """
+        if self._hit is not None or self._complete is None:
+            return ""
+        found = self._complete.search(self._buffer)
+        return self._show_up_to(found.start() if found else len(self._buffer))
+
+    def release(self) -> str:
+        """After a hit, the stop string and what follows it, for a reply that goes on; "" when there was no hit.
+
+        What follows the stop string is matched like newly fed text: part of it may be held back again, and it may
+        contain another hit (see `hit`).
+        """
+        if self._hit is None:
+            return ""
+        end = self._hit_start + len(self._hit)
+        text = self._show_up_to(end)
+        self._buffer = self._buffer[end:]
+        # A flush may have shown some of the text behind a stop string; that is shown once.
+        self._num_shown = max(0, self._num_shown - end)
+        self._hit, self._hit_start = None, 0
+        return text + self._scan()
+
+    def _scan(self) -> str:
+        """Settle every position up to the first that matches, or may match with more text; return what gets shown."""
+        if self._complete is None:
+            text, self._buffer = self._buffer, ""
+            return text
+        partial = self._first_partial()
+        found = self._complete.search(self._buffer)
+        if found is not None and found.start() <= partial:
+            text = self._show_up_to(found.start())
+            self._hit, self._hit_start = found.group(), found.start()
+            return text
+        text = self._show_up_to(partial)
+        self._buffer = self._buffer[partial:]
+        self._num_shown -= partial
+        return text
+
+    def _first_partial(self) -> int:
+        """The first position from which the buffer is a proper beginning of a stop string; its length if none is."""
+        size = len(self._buffer)
+        for start in range(max(0, size - self._longest + 1), size):
+            if self._buffer[start] in self._first_chars:
+                rest = self._buffer[start:]
+                if any(len(stop) > len(rest) and stop.startswith(rest) for stop in self.stop_strings):
+                    return start
+        return size
+
+    def _show_up_to(self, end: int) -> str:
+        text = self._buffer[self._num_shown : end]
+        self._num_shown = max(self._num_shown, end)
+        return text
