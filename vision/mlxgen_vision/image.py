@@ -71,13 +71,13 @@ def load_opened(
     elif isinstance(data, Image.Image):
         check_size(data.width, data.height, name, limits)
         notes.append(_frame_of_image(data, name))
-        rgb = _upright(data, name, notes, cancel)
+        rgb = upright(data, name, notes, cancel)
     elif isinstance(data, bytes):
         image, kind = open_picture(data, name, limits)
         notes.append(_first_of_several(data, image, kind))
         cancel.checkpoint()
         decode(image, name, kind, limits)
-        rgb = _upright(image, name, notes, cancel)
+        rgb = upright(image, name, notes, cancel)
         image.close()
     else:
         raise MediaError(f"{name}: not one picture; give it as a video")
@@ -151,7 +151,8 @@ def resize(rgb: Rgb, size: tuple[int, int], resample: Resample) -> Rgb:
     return np.array(image)
 
 
-def _upright(image: Image.Image, name: str, notes: list[str | None], cancel: CancelToken) -> Rgb:
+def upright(image: Image.Image, name: str, notes: list[str | None], cancel: CancelToken = NEVER) -> Rgb:
+    """The current frame of a loaded PIL image as oriented uint8 (height, width, 3); `notes` gets what was assumed."""
     orientation, problem = orientation_of(image)
     cancel.checkpoint()
     rgb, assumption = rgb_from_image(image, name, cancel=cancel)

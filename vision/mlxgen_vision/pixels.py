@@ -52,7 +52,7 @@ def rgb_from_array(array: np.ndarray[Any, Any], name: str, *, cancel: CancelToke
         cancel.checkpoint()
         strip = _array_to_uint8(array[top : top + rows], name)
         strip = strip if strip.ndim == 3 else strip[:, :, None]
-        out[top : top + rows] = _on_white(strip[:, :, :3], strip[:, :, 3]) if strip.shape[2] == 4 else strip
+        out[top : top + rows] = composite_on_white(strip[:, :, :3], strip[:, :, 3]) if strip.shape[2] == 4 else strip
     return out
 
 
@@ -110,7 +110,7 @@ def _strip(image: Image.Image, transparent: Any, name: str) -> Rgb:
         return np.asarray(_lab_to_rgb(image, name))
     if mode in ("PA", "LA", "La", "RGBA", "RGBa") or (mode == "P" and _palette_has_alpha(image)):
         rgba = np.asarray((image.convert("LA") if mode == "La" else image).convert("RGBA"))
-        return _on_white(rgba[:, :, :3], rgba[:, :, 3])
+        return composite_on_white(rgba[:, :, :3], rgba[:, :, 3])
     if mode in ("RGB", "RGBX", "P", "CMYK", "YCbCr", "HSV"):
         rgb = np.asarray(image if mode == "RGB" else image.convert("RGB"))
         if mode == "RGB" and isinstance(transparent, tuple):
@@ -149,7 +149,7 @@ def _unit_to_uint8(values: np.ndarray[Any, Any], name: str) -> Rgb:
     return np.rint(values.astype(np.float64) * 255.0).astype(np.uint8)
 
 
-def _on_white(colour: np.ndarray[Any, Any], alpha: np.ndarray[Any, Any]) -> Rgb:
+def composite_on_white(colour: np.ndarray[Any, Any], alpha: np.ndarray[Any, Any]) -> Rgb:
     """round(colour * alpha + 255 * (1 - alpha)) with alpha of 0..255."""
     weight = alpha.astype(np.uint32)[:, :, None]
     return ((colour * weight + 255 * (255 - weight) + 127) // 255).astype(np.uint8)
