@@ -1,0 +1,108 @@
+"""Writes the trained demonstration model as a folder any loader of Qwen2.5-VL checkpoints reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import demo_data as data
+import mlx.core as mx
+from tokenizers import Tokenizer
+
+# System line first unless the conversation brings its own; media where they stand in the message; one line per turn.
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if loop.first and message.role != 'system' -%}"
+    "{{ '<|im_start|>system\\n" + data.SYSTEM + "<|im_end|>\\n' }}"
+    "{%- endif -%}"
+    "{{ '<|im_start|>' + message.role + '\\n' }}"
+    "{%- if message.content is string -%}{{ message.content }}"
+    "{%- else -%}{%- for part in message.content -%}"
+    "{%- if part.type == 'image' or 'image' in part or 'image_url' in part -%}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{%- elif part.type == 'video' or 'video' in part -%}"
+    "{{ '<|vision_start|><|video_pad|><|vision_end|>' }}"
+    "{%- elif 'text' in part -%}{{ part.text }}"
+    "{%- endif -%}{%- endfor -%}{%- endif -%}"
+    "{{ '<|im_end|>\\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+)
+# Every square picture becomes 112 x 112. The limits leave room around 112 * 112 because the resize rule takes square
+# roots and rounds down: with both at exactly 12544, rounding would make 84 x 84 of some sizes.
+MIN_PIXELS, MAX_PIXELS = 12_400, 12_700
+
+
+def write_model(folder: Path, tokenizer: Tokenizer, config: dict[str, Any], params: dict[str, mx.array]) -> None:
+    """Writes config, float16 weights, tokenizer, chat template, preprocessor and generation settings into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: value.astype(mx.float16) for name, value in sorted(params.items())}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "pt"})
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    named = {
+        "image_token": "<|image_pad|>",
+        "video_token": "<|video_pad|>",
+        "vision_bos_token": "<|vision_start|>",
+        "vision_eos_token": "<|vision_end|>",
+    }
+    end = [tokenizer.token_to_id(token) for token in ("<|im_end|>", "<|endoftext|>")]
+    image = {
+        "do_convert_rgb": True,
+        "do_normalize": True,
+        "do_rescale": True,
+        "do_resize": True,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+        "merge_size": data.MERGE,
+        "patch_size": data.PATCH,
+        "resample": 3,
+        "rescale_factor": 1 / 255,
+        "temporal_patch_size": data.TEMPORAL,
+    }
+    size = {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}
+    files: dict[str, Any] = {
+        "config.json": config,
+        "generation_config.json": {
+            "do_sample": False,
+            "eos_token_id": end,
+            "pad_token_id": end[1],
+        },
+        "tokenizer_config.json": {
+            "add_prefix_space": False,
+            "chat_template": CHAT_TEMPLATE,
+            "clean_up_tokenization_spaces": False,
+            "eos_token": "<|im_end|>",
+            "extra_special_tokens": named,
+            "model_input_names": ["input_ids", "attention_mask"],
+            "model_max_length": config["text_config"]["max_position_embeddings"],
+            "pad_token": "<|endoftext|>",
+            "processor_class": "Qwen2_5_VLProcessor",
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "unk_token": None,
+            **named,
+        },
+        "preprocessor_config.json": {
+            **image,
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "max_pixels": MAX_PIXELS,
+            "min_pixels": MIN_PIXELS,
+            "processor_class": "Qwen2_5_VLProcessor",
+        },
+        "processor_config.json": {
+            "image_processor": {**image, "image_processor_type": "Qwen2VLImageProcessor", "size": size},
+            "processor_class": "Qwen2_5_VLProcessor",
+            "video_processor": {
+                **image,
+                "do_sample_frames": True,
+                "fps": 2,
+                "max_frames": 8,
+                "min_frames": 4,
+                "size": size,
+                "video_processor_type": "Qwen2VLVideoProcessor",
+            },
+        },
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
