@@ -31,6 +31,8 @@ _FORMATS: Final = (
 )
 # Containers whose keyframe marks and seeking can be relied on; the others are decoded from the start.
 _INDEXED: Final = ("mov", "matroska")
+# Bare streams of a codec: no times in them, and the library makes a rate up.
+_BARE: Final = ("h264", "hevc", "m4v", "mjpeg", "mpegvideo", "obu")
 _ATTACHED_PICTURE: Final = 0x400
 _BUFFER_BYTES: Final = 256 * 1024
 _MAX_RATE: Final = 1000.0
@@ -150,6 +152,8 @@ class FileReader(VideoReader):
         self._times = ordered if self._by_time else list(range(len(ordered)))
         self._keys: list[tuple[int, int]] = sorted(zip(keys, key_dts, strict=True)) if self._by_time else []
         self._set_times(ordered if complete else [])
+        if container in _BARE and self.fps:
+            self._notes.append(f"a bare {container} stream without a frame rate: {self.fps:g} a second assumed")
 
     def _set_times(self, times: list[int]) -> None:
         base = float(self._stream.time_base or 0)
