@@ -14,11 +14,13 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxgen.inputs import Features
+from mlxgen_vision.checkpoint import Weights
 from mlxgen_vision.towers.qwen_vit import (
     GridRotation,
     PatchEmbedding,
     VisionAttention,
     activation,
+    adapt_patch_embedding,
     block_flops,
     patch_coordinates,
     run_blocks,
@@ -108,6 +110,12 @@ class Qwen2VLTower(nn.Module):  # type: ignore[misc]
         self.patch_embed = PatchEmbedding(patch_dims, config.hidden_size, bias=False)
         self.blocks = [_Block(config) for _ in range(config.depth)]
         self.merger = _Merger(config)
+
+    def adapt(self, weights: Weights) -> Weights:
+        config = self._config
+        return adapt_patch_embedding(
+            weights, channels=config.channels, temporal=config.temporal_patch_size, patch=config.patch_size
+        )
 
     def encode(self, patches: np.ndarray[Any, Any], rows: int, columns: int) -> Iterator[Features | None]:
         config = self._config

@@ -19,11 +19,13 @@ import numpy as np
 
 from mlxgen.errors import UnsupportedError
 from mlxgen.inputs import Features
+from mlxgen_vision.checkpoint import Weights
 from mlxgen_vision.towers.qwen_vit import (
     GridRotation,
     PatchEmbedding,
     VisionAttention,
     activation,
+    adapt_patch_embedding,
     block_flops,
     patch_coordinates,
     run_blocks,
@@ -146,6 +148,12 @@ class Qwen3VLTower(nn.Module):  # type: ignore[misc]
         self.merger = _Merger(config, norm_after=False)
         if config.deepstack:
             self.deepstack_merger_list = [_Merger(config, norm_after=True) for _ in config.deepstack]
+
+    def adapt(self, weights: Weights) -> Weights:
+        config = self._config
+        return adapt_patch_embedding(
+            weights, channels=config.channels, temporal=config.temporal_patch_size, patch=config.patch_size
+        )
 
     def encode(self, patches: np.ndarray[Any, Any], rows: int, columns: int) -> Iterator[Features | None]:
         config = self._config

@@ -18,6 +18,7 @@ import numpy as np
 
 from mlxgen.errors import UnsupportedError
 from mlxgen.inputs import Features
+from mlxgen_vision.checkpoint import Weights, patch_matrix
 
 # What one step between two checkpoints may compute: a tenth of a second at 1 TFLOP/s, about what the smallest Apple GPU
 # sustains. A constant rather than a measurement, so that the number of steps is the same on every run and machine.
@@ -135,6 +136,15 @@ class PatchEmbedding(nn.Module):  # type: ignore[misc]
         return self.proj(patches.astype(self.proj.weight.dtype))  # type: ignore[no-any-return]
 
 
+def adapt_patch_embedding(weights: Weights, *, channels: int, temporal: int, patch: int) -> Weights:
+    """A tower's weights with the patch convolution as the matrix `PatchEmbedding` wants, from either channel order."""
+    name = "patch_embed.proj.weight"
+    if name not in weights:
+        return weights
+    kernel = (temporal, patch, patch)
+    return weights | {name: patch_matrix(weights[name], channels=channels, kernel=kernel)}
+
+
 class VisionAttention(nn.Module):  # type: ignore[misc]
     """Multi-head attention over a part's patches, (patches, hidden)."""
 
@@ -196,6 +206,10 @@ def run_blocks(
 
 class Tower(Protocol):
     """A vision tower of the Qwen families. Immutable after load."""
+
+    def adapt(self, weights: Weights) -> Weights:
+        """Any published layout's weights as this module wants them."""
+        ...
 
     def encode(self, patches: np.ndarray[Any, Any], rows: int, columns: int) -> Iterator[Features | None]:
         """Features of one part from its patches, float32 (rows * columns, channels * temporal * patch * patch).
