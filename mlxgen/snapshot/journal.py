@@ -62,10 +62,11 @@ def encode_record(record: Record) -> bytes:
     return _line(name, record.data)
 
 
-def encode_header(journal_id: str) -> bytes:
-    """The first line of a journal with this id (32 hex digits)."""
+def encode_header(journal_id: str, first_generation: int = 1) -> bytes:
+    """The first line of a journal with this id (32 hex digits); lower generations belong to what it overwrote."""
     schema = {"major": JOURNAL_MAJOR, "minor": JOURNAL_MINOR}
-    return _line(HEADER_TYPE, {"format": "mlxgen-journal", "schema": schema, "id": journal_id})
+    header = {"format": "mlxgen-journal", "schema": schema, "id": journal_id, "first_generation": first_generation}
+    return _line(HEADER_TYPE, header)
 
 
 def _line(name: str, data: Any) -> bytes:
@@ -84,6 +85,7 @@ class JournalContent:
     """
 
     journal_id: str
+    first_generation: int
     records: list[Record]
     length: int
     size: int
@@ -142,8 +144,8 @@ def parse(data: memoryview, path: Path) -> JournalContent:
             records.append(record)
         position = newline + 1
         ends.append(position)
-    journal_id = _check_header(header, path)
-    return JournalContent(journal_id, records, position, size, problem, torn, memoryview(raw), ends)
+    journal_id, first_generation = _check_header(header, path)
+    return JournalContent(journal_id, first_generation, records, position, size, problem, torn, memoryview(raw), ends)
 
 
 def _parse_line(line: bytes) -> Record | None:
@@ -162,7 +164,7 @@ def _parse_line(line: bytes) -> Record | None:
         return None
 
 
-def _check_header(header: Record | None, path: Path) -> str:
+def _check_header(header: Record | None, path: Path) -> tuple[str, int]:
     if header is None or header.type != HEADER_TYPE or not isinstance(header.data, dict):
         raise SnapshotError(
             f"{path} is damaged from its first line on, so nothing in it can be trusted; "
@@ -179,7 +181,10 @@ def _check_header(header: Record | None, path: Path) -> str:
         )
     if not isinstance(journal_id, str) or not _JOURNAL_ID.fullmatch(journal_id):
         raise SnapshotError(f"{path} has no valid journal id ({journal_id!r}); restore the folder from a backup")
-    return journal_id
+    first = header.data.get("first_generation", 1)
+    if type(first) is not int or first < 1:
+        raise SnapshotError(f"{path} has no valid first generation ({first!r}); restore the folder from a backup")
+    return journal_id, first
 
 
 class JournalWriter:

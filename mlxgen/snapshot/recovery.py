@@ -51,10 +51,13 @@ def recover(folder: Folder) -> Recovered:
     names = folder.names()
     if JOURNAL_NAME not in names:
         raise SnapshotError(f"{path} has no {JOURNAL_NAME}; check the path, or restore that file from a backup")
+    journal = parse(folder.read(JOURNAL_NAME, max_bytes=MAX_JOURNAL_BYTES), path / JOURNAL_NAME)
     parsed: list[Manifest] = []
     unusable: dict[int, str] = {}
     foreign: str | None = None
     for generation in sorted(generation_numbers(names), reverse=True):
+        if generation < journal.first_generation:
+            break  # left over from what was overwritten; the next sweep has it
         try:
             name = manifest_name(generation)
             parsed.append(manifests.decode(folder.read(name, max_bytes=MAX_MANIFEST_BYTES), generation))
@@ -64,7 +67,6 @@ def recover(folder: Folder) -> Recovered:
             unusable[generation], foreign = str(exc), foreign or str(exc)
         except (ManifestError, SnapshotError) as exc:
             unusable[generation] = str(exc)
-    journal = parse(folder.read(JOURNAL_NAME, max_bytes=MAX_JOURNAL_BYTES), path / JOURNAL_NAME)
     digests, hasher = journal.hash_prefixes(manifest.pin.length for manifest in parsed)
     usable: list[Manifest] = []
     for manifest in parsed:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -21,6 +20,7 @@ from mlxgen.snapshot.durable import LOCK_NAME, TEMPORARY_NAME, Folder, snapshot_
 from mlxgen.snapshot.journal import JOURNAL_NAME, JournalPin, JournalWriter, Record, encode_header
 from mlxgen.snapshot.manifest import DATA_NAME, MANIFEST_NAME, MAX_DATA_FILE_BYTES, FileEntry, Manifest, manifest_name
 from mlxgen.snapshot.safetensors import HostArray
+from mlxgen.snapshot.view import SnapshotView, absolute, is_snapshot, read_only
 
 __all__ = [
     "FileEntry",
@@ -35,8 +35,6 @@ __all__ = [
 ]
 
 _JOURNAL_FLAGS: Final = os.O_RDWR | os.O_APPEND
-_MAX_LOOKS: Final = 4
-"""How often a reader looks again while a writer changes the folder under it."""
 
 
 class SnapshotStore:
@@ -77,7 +75,7 @@ class SnapshotStore:
         any other existing thing is refused, and foreign files in the folder stay. Raises `SnapshotError`,
         `SnapshotLockedError` when the existing snapshot is in use.
         """
-        target = _absolute(path)
+        target = absolute(path)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -92,44 +90,48 @@ class SnapshotStore:
         if not made:
             _refuse_existing(target, overwrite)
         folder = Folder.open(target)
+        store: SnapshotStore | None = None
+        lock_fd = -1
         try:
             os.fchmod(folder.fd, 0o700)
             lock_fd = folder.lock()
-        except OSError as exc:
-            folder.close()
-            raise exc if isinstance(exc, SnapshotError) else snapshot_error("make private", target, exc) from exc
-        try:
             if not made:
                 _refuse_existing(target, overwrite)  # another process may have begun one before the lock was ours
             store = cls._begin(folder, lock_fd)
             _sync_parent(target)
             return store
-        except BaseException:
-            if made:  # leave nothing behind that would stand in the way of another try
-                for name in (JOURNAL_NAME, LOCK_NAME):
-                    folder.remove(name)
-                try:
-                    os.rmdir(target)
-                except OSError:
-                    pass
-            folder.close()
-            os.close(lock_fd)
+        except BaseException as exc:
+            try:
+                if made and lock_fd >= 0:
+                    _remove_begun(folder)
+            finally:
+                if store is not None:
+                    store.close()
+                else:
+                    folder.close()
+                    if lock_fd >= 0:
+                        os.close(lock_fd)
+            if isinstance(exc, OSError) and not isinstance(exc, SnapshotError):
+                raise snapshot_error("create the snapshot", target, exc) from exc
             raise
 
     @classmethod
     def _begin(cls, folder: Folder, lock_fd: int) -> SnapshotStore:
         before = folder.names()
         journal_id = secrets.token_hex(16)
-        header = encode_header(journal_id)
-        # The one step that ends an overwritten snapshot: its manifests name another journal from here on.
+        last_generation = max(recovery.generation_numbers(before), default=0)
+        header = encode_header(journal_id, last_generation + 1)
+        # The one step that ends an overwritten snapshot: its generations don't belong to this journal.
         folder.write(JOURNAL_NAME, [header], replace=True)
         for name in sorted(before, key=lambda name: not MANIFEST_NAME.fullmatch(name)):
             if any(pattern.fullmatch(name) for pattern in (MANIFEST_NAME, DATA_NAME, TEMPORARY_NAME)):
                 folder.remove(name)
+        left = folder.names()
         fd, _ = folder.open_regular(JOURNAL_NAME, _JOURNAL_FLAGS)
         journal = JournalWriter(folder.path / JOURNAL_NAME, fd, JournalPin(len(header), "", 0), xxhash.xxh3_128(header))
         store = cls(folder, lock_fd, journal, journal_id)
-        store._count_names(folder.names())  # what couldn't be removed keeps its number
+        store._count_names(left)  # what couldn't be removed keeps its number
+        store._generation = max(store._generation, last_generation)
         return store
 
     @classmethod
@@ -140,7 +142,7 @@ class SnapshotStore:
         only temporary files are swept. Raises `SnapshotLockedError` when another process has it, `SnapshotError` when
         there is none, a newer mlxgen wrote it, or nothing in it can be used.
         """
-        target = _absolute(path)
+        target = absolute(path)
         folder = Folder.open(target)
         lock_fd = -1
         fd = -1
@@ -171,8 +173,11 @@ class SnapshotStore:
         store.notes = opened_up + found.notes
         store.manifest, store._previous = (*found.generations, None, None)[:2]
         store._count_names(found.names)
-        store._count_names(entry.name for manifest in found.generations for entry in manifest.files)
-        store._sweep(found.names, everything=not found.unusable)
+        try:
+            store._sweep(found.names, everything=not found.unusable)
+        except BaseException:
+            store.close()
+            raise
         return store
 
     def _count_names(self, names: Any) -> None:
@@ -320,66 +325,6 @@ class SnapshotStore:
         self.close()
 
 
-@dataclass(frozen=True)
-class SnapshotView:
-    """A snapshot as it was when it was looked at; holds no lock and no open file."""
-
-    path: Path
-    manifest: Manifest | None
-    records: list[Record]
-    notes: list[str]
-
-    def read(self, entry: FileEntry) -> dict[str, HostArray]:
-        """Like `SnapshotStore.read`; a file that its writer replaced meanwhile is a `SnapshotError`."""
-        folder = Folder.open(self.path)
-        try:
-            return recovery.read_entry(folder, entry)
-        finally:
-            folder.close()
-
-    def verify(self) -> list[str]:
-        """Like `SnapshotStore.verify`."""
-        folder = Folder.open(self.path)
-        try:
-            return recovery.problems_of(folder, self.manifest)
-        finally:
-            folder.close()
-
-
-def read_only(path: str | os.PathLike[str]) -> SnapshotView:
-    """Look at a snapshot without a lock and without changing anything, also while another process writes it.
-
-    Raises `SnapshotError` as `SnapshotStore.open` does, except that it doesn't mind a writer.
-    """
-    target = _absolute(path)
-    folder = Folder.open(target)
-    try:
-        recovery.require_snapshot(folder)
-        for attempt in range(_MAX_LOOKS):
-            before = folder.names()
-            try:
-                found = recovery.recover(folder)
-            except SnapshotError:
-                if attempt + 1 == _MAX_LOOKS or folder.names() == before:
-                    raise
-                continue
-            if not found.unusable or folder.names() == before:
-                break  # otherwise a commit may have swept files between the listing and their check: look again
-        newest = found.generations[0] if found.generations else None
-        return SnapshotView(target, newest, found.journal.records, found.notes)
-    finally:
-        folder.close()
-
-
-def is_snapshot(path: str | os.PathLike[str]) -> bool:
-    """Whether there is an mlxgen snapshot folder at the path, whole or damaged. Never raises, changes nothing."""
-    return recovery.is_snapshot(_absolute(path))
-
-
-def _absolute(path: str | os.PathLike[str]) -> Path:
-    return Path(os.path.abspath(os.path.expanduser(path)))
-
-
 def _refuse_existing(target: Path, overwrite: bool) -> None:
     if not target.is_dir():
         raise SnapshotError(f"{target} exists and is not a folder; use another path")
@@ -396,6 +341,16 @@ def _refuse_existing(target: Path, overwrite: bool) -> None:
         raise SnapshotError(
             f"{target} is a folder but not an mlxgen snapshot, so it isn't overwritten; use another path"
         )
+
+
+def _remove_begun(folder: Folder) -> None:
+    """Leave nothing behind that would stand in the way of another try."""
+    for name in (JOURNAL_NAME, LOCK_NAME):
+        folder.remove(name)
+    try:
+        os.rmdir(folder.path)
+    except OSError:
+        pass
 
 
 def _make_private(folder: Folder) -> list[str]:
