@@ -21,6 +21,7 @@ import numpy as np
 
 from mlxgen.errors import InvalidValueError
 from mlxgen.sampling.params import SamplingParams
+from mlxgen.sampling.sampler import on_gpu
 
 _Apply = Callable[[mx.array, dict[str, mx.array]], mx.array]
 
@@ -86,7 +87,7 @@ class PenaltyState:
             for token, value in params.logit_bias.items():
                 bias[token] = value
             self._constants["bias"] = mx.array(bias)
-        self._apply = _compiled(_Active(*(name in self._constants for name in _NAMES)))
+        self._apply = _graph(_Active(*(name in self._constants for name in _NAMES)), on_gpu())
         self._windows: dict[int, _Window] = {}
         self.rebuild(ids)
 
@@ -126,7 +127,7 @@ def build_penalties(params: SamplingParams, ids: Sequence[int], vocab_size: int)
 
 
 @lru_cache(maxsize=16)
-def _compiled(active: _Active) -> _Apply:
+def _graph(active: _Active, compiled: bool) -> _Apply:
     def apply(logits: mx.array, arrays: dict[str, mx.array]) -> mx.array:
         x = logits.astype(mx.float32)
         if active.bias:
@@ -140,5 +141,4 @@ def _compiled(active: _Active) -> _Apply:
             x = x - arrays["frequency"] * arrays["frequency_counts"].astype(mx.float32)
         return x
 
-    compiled: _Apply = mx.compile(apply)
-    return compiled
+    return mx.compile(apply) if compiled else apply

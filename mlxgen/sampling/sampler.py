@@ -3,6 +3,9 @@
 Filters (top-p, min-p, XTC, top-k, each seeing what the former left) look at the distribution before temperature. Top-p
 and min-p each keep the tokens above a threshold, so both together are one comparison; with top-k, and where XTC is
 out of play, everything after finding the k best works on k numbers instead of the whole vocabulary.
+
+On a GPU the steps are compiled into fewer kernels. On the CPU that gains nothing measurable (49,152 entries: 1.3 ms
+either way) and costs a run of the system's C++ compiler, seconds if there is one, an error if there isn't.
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ def build_sampler(params: SamplingParams, *, xtc_special_tokens: Sequence[int] =
         mx.array(math.log(params.min_p) if params.min_p > 0 else 0.0, dtype=mx.float32),
         mx.array(params.xtc_threshold, dtype=mx.float32),
     )
-    seed, draw = params.seed, _compiled(filters)
+    seed, draw = params.seed, _graph(filters, on_gpu())
     if params.xtc_probability <= 0:
         return lambda logits, step: draw(logits, step_key(seed, step), scalars)
 
@@ -71,7 +74,7 @@ def build_sampler(params: SamplingParams, *, xtc_special_tokens: Sequence[int] =
     xtc_filters = _Filters(
         filters.top_p, filters.min_p, filters.top_k, filters.min_tokens_to_keep, True, tuple(xtc_special_tokens)
     )
-    xtc_draw = _compiled(xtc_filters)
+    xtc_draw = _graph(xtc_filters, on_gpu())
 
     def sample_with_xtc(logits: mx.array, step: int) -> mx.array:
         # The host decides whether XTC applies, so that the steps without it don't pay for it.
@@ -85,16 +88,21 @@ def _greedy(logits: mx.array, step: int) -> mx.array:
     return mx.argmax(logits, axis=-1)
 
 
+def on_gpu() -> bool:
+    """Whether arrays are computed on a GPU by default."""
+    return bool(mx.default_device() == mx.gpu)
+
+
 @lru_cache(maxsize=64)
-def _compiled(filters: _Filters) -> _Draw:
+def _graph(filters: _Filters, compiled: bool) -> _Draw:
     def draw(logits: mx.array, key: mx.array, scalars: _Scalars) -> mx.array:
         x = logits.astype(mx.float32)
         if filters.top_k and filters.top_k < x.shape[-1] and not filters.xtc:
             return _draw_from_top_k(x, key, scalars, filters)
         return _draw_from_all(x, key, scalars, filters)
 
-    compiled: _Draw = mx.compile(draw)
-    return compiled
+    # The key and the numbers are arguments: what a compiled function captures is baked in.
+    return mx.compile(draw) if compiled else draw
 
 
 def _draw_from_all(x: mx.array, key: mx.array, scalars: _Scalars, filters: _Filters) -> mx.array:

@@ -142,6 +142,19 @@ def test_ids_outside_the_vocabulary_reach_no_array() -> None:
         state.rebuild([1, -1])
 
 
+def test_compiled_as_on_a_gpu_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    eager = build_penalties(CASES[-1], [1, 2, 3], VOCAB_SIZE)
+    monkeypatch.setattr("mlxgen.sampling.penalties.on_gpu", lambda: True)
+    compiled = build_penalties(CASES[-1], [1, 2, 3], VOCAB_SIZE)
+    assert eager is not None
+    assert compiled is not None
+    for step in range(6):
+        logits = mx.array(_logits(step))
+        np.testing.assert_allclose(np.array(compiled.apply(logits)), np.array(eager.apply(logits)), rtol=1e-6)
+        for state in (eager, compiled):
+            state.advance(mx.array([step], dtype=mx.uint32))
+
+
 def test_works_in_another_thread() -> None:
     params = CASES[-1]
     outcome: list[bool] = []

@@ -170,6 +170,28 @@ def test_one_sampler_gives_the_same_in_every_thread() -> None:
     assert results == [here] * 3
 
 
+def test_compiled_as_on_a_gpu_the_key_is_not_baked_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(temperature=1.0, top_p=0.9, top_k=6, min_p=0.01, seed=5)
+    eager = build_sampler(params)
+    monkeypatch.setattr("mlxgen.sampling.sampler.on_gpu", lambda: True)
+    compiled, other = build_sampler(params), build_sampler(SamplingParams(temperature=2.0, top_k=6, top_p=0.9, seed=5))
+    results: list[list[int]] = []
+
+    def run() -> None:
+        try:
+            results.append([compiled(mx.array(LOGITS), step).item() for step in range(40)])
+        finally:
+            mx.clear_streams()
+
+    run_here = [compiled(mx.array(LOGITS), step).item() for step in range(40)]
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert run_here == results[0] == [eager(mx.array(LOGITS), step).item() for step in range(40)]
+    # Another temperature goes through the same compiled function as an argument.
+    assert run_here != [other(mx.array(LOGITS), step).item() for step in range(40)]
+
+
 def test_temperature_needs_a_seed() -> None:
     with pytest.raises(InvalidValueError, match="with_seed"):
         build_sampler(SamplingParams(temperature=0.5))
