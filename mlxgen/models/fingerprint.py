@@ -29,6 +29,7 @@ from mlxgen.models.cachedir import cache_folder
 _log = logging.getLogger(__name__)
 
 _BLOCK_BYTES: Final = 8 << 20
+_SETTLED_NS = 1_000_000_000
 _SHA256_NAME: Final = re.compile(r"[0-9a-f]{64}")
 
 _PARTS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -228,7 +229,7 @@ def _cached_hash(path: Path, stamp: FileStamp) -> str | None:
 
 def _remember_hash(path: Path, stamp: FileStamp, digest: str) -> None:
     # A file written a moment ago can change again without its times changing (they tick in milliseconds).
-    if time.time_ns() - max(stamp.mtime_ns, stamp.ctime_ns) < 1_000_000_000:
+    if time.time_ns() - max(stamp.mtime_ns, stamp.ctime_ns) < _SETTLED_NS:
         return
     entry = _cache_entry(path)
     temporary = entry.with_name(f"{entry.name}.{os.getpid()}.tmp")

@@ -25,7 +25,6 @@ def foreign_errors(problem: str) -> Iterator[None]:
 
 def _told(error: BaseException) -> str:
     text = " ".join(str(error).split())
-    text = text if len(text) <= 400 else f"{text[:400]}…"
     if "trust_remote_code" in text:
         return "it wants to run code that comes with it; pass trust_remote_code=True if you trust it"
-    return f"{type(error).__name__}: {text}"
+    return f"{type(error).__name__}: {text if len(text) <= 400 else f'{text[:400]}…'}"

@@ -92,9 +92,6 @@ def fetch(request: HubRequest, *, on_progress: OnProgress | None = None, cancel:
     except OSError as error:
         raise _explain_os_error(request, error) from error
     except Exception as error:  # the HTTP client's own errors are no OSErrors
-        if (cached := _cached_or_none(request)) is not None:
-            _log.warning("no connection to the hub (%s); using the cached copy %s", error, cached)
-            return cached
         raise ModelLoadError(
             f"can't reach the hub for {request.repo!r} ({type(error).__name__}: {error}); check the network, or "
             "give the path of a folder"
@@ -102,21 +99,22 @@ def fetch(request: HubRequest, *, on_progress: OnProgress | None = None, cancel:
 
 
 def _fetch_online(request: HubRequest, on_progress: OnProgress | None, cancel: CancelToken) -> Path:
+    # One question without huggingface_hub's retries (it would try for 20 s): is there a hub, and the model on it?
+    url = huggingface_hub.hf_hub_url(request.repo, "config.json", revision=request.revision)
+    try:
+        call_in_background(lambda: huggingface_hub.get_hf_file_metadata(url), cancel=cancel)
+    except Exception as error:
+        if (cached := _cached_or_none(request)) is None:
+            raise
+        _log.warning("the hub doesn't answer for %s (%s); using the cached copy %s", request.repo, error, cached)
+        return cached
     # The first file by branch name: it tells the commit, and huggingface_hub notes which commit the branch stood at.
-    # Without a connection huggingface_hub answers from its cache.
     config = call_in_background(lambda: _hub_file(request.repo, "config.json", request.revision), cancel=cancel)
     folder = Path(config).parent
     commit = folder.name
-    try:
-        info = call_in_background(
-            lambda: huggingface_hub.HfApi().model_info(request.repo, revision=commit, files_metadata=True),
-            cancel=cancel,
-        )
-    except Exception as error:
-        if not _complete(folder):
-            raise
-        _log.warning("the hub doesn't answer for %s (%s); using the cached copy %s", request.repo, error, folder)
-        return folder
+    info = call_in_background(
+        lambda: huggingface_hub.HfApi().model_info(request.repo, revision=commit, files_metadata=True), cancel=cancel
+    )
     wanted = [
         file
         for file in info.siblings or ()
@@ -203,7 +201,8 @@ def _explain(request: HubRequest, error: Exception) -> ModelLoadError:
         )
     if isinstance(error, errors.RevisionNotFoundError | errors.RevisionResolutionError):
         return ModelLoadError(f"{repo!r} has no revision {request.revision!r}; see {page}/commits")
-    if isinstance(error, errors.RepositoryNotFoundError):
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, errors.RepositoryNotFoundError) or status == 401:
         return ModelLoadError(
             f"the hub has no model {repo!r} (or it is private){_suggest(repo)}; check the name, and log in with "
             "`hf auth login` if it is private"
@@ -218,7 +217,6 @@ def _explain(request: HubRequest, error: Exception) -> ModelLoadError:
             f"can't reach the hub at {constants.ENDPOINT} for {repo!r}{_suggest(repo)}, and it isn't in the cache; "
             "check the network, or give the path of a folder"
         )
-    status = getattr(getattr(error, "response", None), "status_code", "?")
     return ModelLoadError(f"the hub answered {status} for {repo!r} ({_first_line(error)}); try again later")
 
 

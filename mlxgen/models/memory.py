@@ -89,16 +89,20 @@ def _cache_bytes(cache: Any, size: RunSize) -> int:
     keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
     if keys is None or values is None:  # recurrent state: the same size for any number of tokens
         return sum(int(array.nbytes) for _, array in tree_flatten(cache.state) if isinstance(array, mx.array))
-    rows = -(-size.num_tokens // _CACHE_STEP) * _CACHE_STEP
+    rows = _steps(size.num_tokens)
     if isinstance(cache, RotatingKVCache):
         rows = min(rows, cache.max_size + size.chunk_size)
     elif isinstance(cache, ChunkedKVCache):
-        rows = min(rows, cache.chunk_size + size.chunk_size)
+        rows = min(rows, cache.chunk_size + _steps(size.chunk_size))
     elements = rows * sum(int(array.size) // int(array.shape[-2]) for array in (keys, values))
     item_bytes = int(keys.itemsize)
     if size.kv_bits is not None and type(cache) is KVCache:
         return elements * size.kv_bits // 8 + 2 * item_bytes * elements // size.kv_group_size
     return elements * item_bytes
+
+
+def _steps(rows: int) -> int:
+    return -(-rows // _CACHE_STEP) * _CACHE_STEP
 
 
 def _activation_bytes(model: Model, num_tokens: int, chunk: int) -> int:
