@@ -242,8 +242,11 @@ class Folder:
                     f"or copy the folder and use the copy"
                 ) from None
             os.fchmod(fd, 0o600)
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+            try:
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+            except OSError:
+                pass  # it only makes a message nicer; a full disk is no reason not to open a snapshot
         except OSError as exc:
             os.close(fd)
             if isinstance(exc, SnapshotError):

@@ -412,6 +412,21 @@ def test_a_disk_that_fills_up_while_writing(path: Path, monkeypatch: pytest.Monk
         assert data_names(path) == set()
 
 
+def test_a_full_disk_is_no_reason_not_to_open(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(path)
+
+    def full(*args: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "write", full)
+    with SnapshotStore.open(path) as store:
+        assert store.records == RECORDS
+        assert store.verify() == []
+        with pytest.raises(SnapshotLockedError, match="in use by another process"):
+            SnapshotStore.open(path)
+
+
 def test_after_an_input_output_error_a_flush_is_never_believed_again(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
