@@ -14,8 +14,10 @@ from parity_kit import (
     case_names,
     greedy,
     image_part,
+    kit,
     layouts,
     load_case,
+    load_config,
     load_model,
     load_tokenizer,
     needs_kit,
@@ -24,6 +26,8 @@ from parity_kit import (
     step,
 )
 from vision_idefics3.torchvision_resize import resize as reference_resize
+
+from mlxgen.errors import ModelLoadError, UnsupportedError
 
 pytestmark = needs_kit
 
@@ -132,3 +136,49 @@ def test_pictures_and_videos_in_one_prompt():
     spans = model.locate(tokenizer.encode(text).ids, media)
     assert [span.medium for span in spans] == [0] * 8 + [1] * 5
     assert [span.row_start for span in spans] == [16 * n for n in range(8)] + [16 * n for n in range(5)]
+
+
+def test_a_quantised_tower_and_connector_equal_their_weights_dequantised(tmp_path):
+    """As converters leave them: every layer whose width allows it in 8 bits, the position table included."""
+    source = kit() / "smolvlm" / "mlx"
+    packed, plain = {}, {}
+    for name, weight in mx.load(str(source / "model.safetensors")).items():
+        packed[name] = plain[name] = weight
+        if name.startswith(("vision_model.", "connector.")) and weight.ndim == 2 and weight.shape[-1] % 32 == 0:
+            stem = name.removesuffix(".weight")
+            parts = mx.quantize(weight, group_size=32, bits=8)
+            packed |= dict(zip((name, f"{stem}.scales", f"{stem}.biases"), parts, strict=True))
+            plain[name] = mx.dequantize(*parts, group_size=32, bits=8)
+    assert "vision_model.embeddings.position_embedding.scales" in packed
+    assert "connector.modality_projection.proj.scales" in packed
+    tiles = np.random.default_rng(0).standard_normal((2, 64, 64, 3)).astype(np.float32)
+    features = []
+    for folder, weights in ((tmp_path / "packed", packed), (tmp_path / "plain", plain)):
+        folder.mkdir()
+        for file in source.glob("*.json"):
+            if not file.name.startswith("model"):
+                (folder / file.name).write_bytes(file.read_bytes())
+        mx.save_safetensors(str(folder / "model.safetensors"), weights)
+        *_, last = smolvlm.FAMILY.load(folder, load_config("smolvlm", "mlx")).encode_tiles(tiles)
+        features.append(np.array(last["features"]))
+    assert np.abs(features[0] - features[1]).max() <= 1e-4
+    assert np.abs(features[0]).max() > 0.1
+
+
+@pytest.mark.parametrize("name", ["model.vision_model.encoder.layers.2.mlp.fc1.weight", "model.adapter.weight"])
+def test_a_checkpoint_of_another_architecture_is_refused(tmp_path, name):
+    source = kit() / "idefics3" / "hub"
+    for file in source.glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = mx.load(str(source / "model.safetensors")) | {name: mx.zeros((2, 2))}
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
+    with pytest.raises(ModelLoadError):
+        idefics3.FAMILY.load(tmp_path, load_config("idefics3", "hub"))
+
+
+def test_processor_settings_of_another_model_are_refused(tmp_path):
+    for file in (kit() / "idefics3" / "hub").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "processor_config.json").write_text('{"image_seq_len": 169}')
+    with pytest.raises(UnsupportedError, match="image_seq_len 169"):
+        idefics3.FAMILY.load(tmp_path, load_config("idefics3", "hub"))

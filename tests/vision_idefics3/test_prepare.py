@@ -5,12 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from mlx_lm.models import llama
+from mlxgen_vision import preparation
 from mlxgen_vision.families import smolvlm
 from mlxgen_vision.families.idefics3 import Idefics3Model, Parts, TiledVision
 from mlxgen_vision.families.smolvlm import SmolVLMModel
+from mlxgen_vision.frames import ArrayReader
+from mlxgen_vision.limits import DEFAULT_LIMITS
 from mlxgen_vision.processors.idefics3 import TilingSettings
 from mlxgen_vision.processors.settings import Normalisation
 from mlxgen_vision.processors.smolvlm import FrameSettings
+from mlxgen_vision.source import open_source
 from mlxgen_vision.towers.siglip import SiglipConfig
 from PIL import Image
 
@@ -143,6 +147,29 @@ def test_an_animation_is_sampled_like_a_video(model, tmp_path):
     first.save(path, save_all=True, append_images=others, duration=250, loop=0)
     medium, _ = finish(model, VideoPart(path))
     assert medium.geometry == {"indices": [0, 5, 11], "fps": 4.0, "duration_s": 3.0}
+
+
+def test_a_damaged_video_ends_early_and_is_complete_then(model, monkeypatch, caplog):
+    class Damaged(ArrayReader):
+        def _frames(self, indices, cancel):
+            for index, rgb in super()._frames(indices, cancel):
+                if index == 3:
+                    return
+                yield index, rgb
+
+    def opened(source, options, *, cancel):
+        return Damaged(open_source(source, kind="video"), options, limits=DEFAULT_LIMITS)
+
+    monkeypatch.setattr(preparation, "open_video", opened)
+    part = VideoPart(noise(3, 5, 12, 20), MediaOptions(fps=2.0))
+    medium, count = finish(model, part)
+    assert count == 3
+    assert medium.prepared
+    assert (medium.num_frames, medium.geometry["indices"]) == (3, [0, 1, 2])
+    assert "3 of 5 frames" in caplog.text
+    assert "series of three frames from a 0:00:02" in model.expand("<video>", [medium])
+    resumed, rest = finish(model, part, partial=stop_after(model, part, 2))
+    assert (rest, resumed.content_hash) == (1, medium.content_hash)
 
 
 def test_frames_without_a_rate_are_reported(model, caplog):

@@ -191,6 +191,12 @@ class Gemma3Family:
                 f"the image processor makes {settings.height}x{settings.width} pixels, the tower takes "
                 f"{tower.image_size}x{tower.image_size}; use the processor settings published with the model"
             )
+        promised = checkpoint.read_json(path / "processor_config.json").get("image_seq_length", num_tokens)
+        if promised != num_tokens:
+            raise UnsupportedError(
+                f"processor_config.json has image_seq_length {promised}, config.json mm_tokens_per_image {num_tokens}; "
+                "use the processor settings published with the model"
+            )
         weights = checkpoint.read_weights(path, cancel=cancel)
         text = checkpoint.take(weights, _TEXT)
         vision = checkpoint.take(weights, _VISION)
