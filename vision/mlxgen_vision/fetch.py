@@ -30,25 +30,30 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _BLOCK_BYTES: Final = 64 * 1024
 _POLL_S: Final = 0.1  # how long a stop can wait for the network
 _NAT64: Final = ipaddress.ip_network("64:ff9b::/96")
+_IPV6_INTERNET: Final = ipaddress.ip_network("2000::/3")
+# Set aside by IANA, but "global" to some versions of `ipaddress`.
+_SET_ASIDE: Final = tuple(
+    ipaddress.ip_network(n) for n in ("192.0.0.0/24", "192.88.99.0/24", "2001::/23", "2001:db8::/32", "3fff::/20")
+)
 _REDIRECTS: Final = (301, 302, 303, 307, 308)
 
 
 def is_public(address: Address) -> bool:
     """Whether an address is out on the internet: not loopback, private, link-local, multicast, reserved, unspecified.
 
-    IPv6 forms that carry an IPv4 address (mapped, 6to4, Teredo, NAT64) are as public as the one they carry.
+    IPv6 forms that carry an IPv4 address (mapped, 6to4, NAT64) are as public as the one they carry.
     """
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped is not None:
             return is_public(address.ipv4_mapped)
         if address.sixtofour is not None:
             return is_public(address.sixtofour)
-        if address.teredo is not None:
-            return False
         if address in _NAT64:
             return is_public(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
-        if address.is_site_local or address in ipaddress.ip_network("64:ff9b:1::/48"):
+        if address not in _IPV6_INTERNET:
             return False
+    if any(address in network for network in _SET_ASIDE):
+        return False
     return address.is_global and not (
         address.is_private
         or address.is_loopback

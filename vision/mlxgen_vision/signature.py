@@ -13,6 +13,8 @@ PICTURE_SUFFIXES: Final = frozenset(
     + (".ppm", ".pgm", ".pbm", ".pnm", ".pfm", ".avif", ".heic", ".heif")
 )
 
+TRANSPORT_STREAM: Final = "an MPEG transport stream"
+
 Category = Literal["picture", "video", "audio", "text", "other", "unknown", "empty"]
 
 
@@ -72,7 +74,7 @@ def identify(head: bytes) -> Signature:
     if head[4:8] == b"ftyp" or head[4:8] in _ISO_BOXES:
         return Signature("video", "an MP4 or QuickTime video")
     if head[:1] == b"\x47" and head[188:189] == b"\x47":
-        return Signature("video", "an MPEG transport stream")
+        return Signature("video", TRANSPORT_STREAM)
     return _text(head) or Signature("unknown", "of an unknown kind")
 
 
@@ -110,7 +112,7 @@ def _text(head: bytes) -> Signature | None:
         if error.start < len(head) - 3:  # otherwise only the last character is cut
             return None
         text = head[: error.start].decode("utf-8")
-    if sum(not (c.isprintable() or c in "\r\n\t\f") for c in text):
+    if not text or not all(c.isprintable() or c in "\r\n\t\f\ufeff" for c in text):
         return None
     start = text.lstrip("\ufeff \r\n\t").casefold()
     if start.startswith("<svg") or (start.startswith("<?xml") and "<svg" in start):

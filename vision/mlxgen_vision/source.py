@@ -224,7 +224,7 @@ def _decode_base64(text: str, limits: MediaLimits) -> bytes:
     if len(text) < 40 or len(text) > 2 * limits.max_source_bytes:
         return b""
     try:
-        start = _base64_bytes("".join(text[:1000].split()).encode("ascii")[:680])
+        start = _base64_bytes("".join(text[:100].split()).encode("ascii")[:40])
     except ValueError:
         return b""
     if identify(start).category not in ("picture", "video"):
@@ -336,7 +336,7 @@ def _open_frames(
         if isinstance(source, list | tuple):
             raise MediaError(f"frame {index} is a {type(source).__name__}; give a flat list of pictures")
         opened = open_source(source, kind="image", allow_urls=allow_urls, limits=limits, cancel=cancel)
-        assert isinstance(opened.data, FrameData)
+        assert isinstance(opened.data, bytes | Image.Image | np.ndarray)
         reopened = Path(os.fsdecode(source)).expanduser() if _is_path(source, opened) else opened.data
         frames.append(FrameSource(reopened, f"frame {index} ({opened.name})", opened.source_hash))
     if not frames:
@@ -392,16 +392,16 @@ def _shorten(name: str) -> str:
 
 
 def _suggestion(path: Path) -> str:
-    """ "; did you mean …" with the closest name that exists, or what is missing."""
-    folder = path.parent
-    if not folder.is_dir():
-        return f" (there is no folder {_shorten(str(folder))!r}{_suggestion(folder)})" if folder != path else ""
+    """What to add after "no such file": the folder that is missing, the closest name that exists."""
+    missing = path
+    while not missing.parent.is_dir() and missing.parent != missing:
+        missing = missing.parent
+    where = "" if missing == path else f" (there is no folder {_shorten(missing.name)!r} in {str(missing.parent)!r})"
     try:
-        names = sorted(os.listdir(folder))
+        by_fold = {name.casefold(): name for name in sorted(os.listdir(missing.parent))}
     except OSError:
-        return ""
-    by_fold = {n.casefold(): n for n in names}
-    close = difflib.get_close_matches(path.name.casefold(), by_fold, n=1, cutoff=0.6)
+        by_fold = {}
+    close = difflib.get_close_matches(missing.name.casefold(), by_fold, n=1, cutoff=0.6)
     if close:
-        return f"; did you mean {str(folder / by_fold[close[0]])!r}?"
-    return "; check the path"
+        return f"{where}; did you mean {str(missing.parent / by_fold[close[0]])!r}?"
+    return f"{where}; check the path"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import io
+import re
 from array import array
 from collections.abc import Iterator
 from itertools import pairwise
@@ -21,7 +22,7 @@ from mlxgen_vision.image import bounded_size, resize
 from mlxgen_vision.limits import MediaLimits, check_size
 from mlxgen_vision.pixels import Rgb, composite_on_white, orient
 from mlxgen_vision.reader import VideoReader
-from mlxgen_vision.signature import NUM_BYTES, identify
+from mlxgen_vision.signature import NUM_BYTES, TRANSPORT_STREAM, identify
 from mlxgen_vision.source import OpenedSource
 
 # No playlist formats (HLS, DASH, concat): they make the library open other files and addresses.
@@ -36,6 +37,9 @@ _BARE: Final = ("h264", "hevc", "m4v", "mjpeg", "mpegvideo", "obu")
 _ATTACHED_PICTURE: Final = 0x400
 _BUFFER_BYTES: Final = 256 * 1024
 _MAX_RATE: Final = 1000.0
+_SEARCHED_BYTES: Final = 1024 * 1024
+# The sample description of an MP4's first video track, or a Matroska codec id.
+_CODEC_NAME: Final = re.compile(rb"vmhd.{1,600}?stsd.{12}([ -~]{4})|(V_[A-Z0-9/_]+)", re.DOTALL)
 # (a, b, c, d) of a display matrix, signs only -> the EXIF orientation that means the same turn.
 _TURNS: Final = {
     (1, 0, 0, 1): 1,
@@ -94,9 +98,12 @@ class FileReader(VideoReader):
         """Open the container at its start, anew if it was open, and choose the stream."""
         self._close_container()
         self._file.seek(0)
+        # A short transport stream isn't recognised by the library itself.
+        hint = "mpegts" if identify(self._head()).name == TRANSPORT_STREAM else None
         try:
             self._container = av.open(
                 self._file,
+                format=hint,
                 options={"format_whitelist": _FORMATS},
                 metadata_errors="replace",
                 buffer_size=_BUFFER_BYTES,
@@ -110,18 +117,34 @@ class FileReader(VideoReader):
         self._stream = streams[0]
         context = self._stream.codec_context
         if context is None:
-            raise MediaError(f"{self.name}: its video codec is unknown; convert it to H.264 first")
+            codec = self._codec_name()
+            raise MediaError(f"{self.name}: its video codec ({codec}) can't be decoded here; convert it to H.264 first")
         if context.width and context.height:
             check_size(context.width, context.height, self.name, self._limits)
         context.options = {"max_pixels": str(self._limits.max_source_pixels)}
         context.thread_type = "AUTO"
 
     def _not_a_video(self, error: Exception) -> MediaError:
-        self._file.seek(0)
-        signature = identify(self._file.read(NUM_BYTES))
+        signature = identify(self._head())
         if signature.category == "video":
             return MediaError(f"{self.name}: a truncated or damaged file ({_detail(error)}); copy or download it again")
         return MediaError(f"{self.name}: not a video that can be read: its content is {signature.name}")
+
+    def _head(self) -> bytes:
+        self._file.seek(0)
+        head = self._file.read(NUM_BYTES)
+        self._file.seek(0)
+        return head
+
+    def _codec_name(self) -> str:
+        """The codec's name as the file writes it, for a message about one that the library has no name for."""
+        length = self._file.seek(0, io.SEEK_END)
+        for start in (0, max(0, length - _SEARCHED_BYTES)):
+            self._file.seek(start)
+            found = _CODEC_NAME.search(self._file.read(_SEARCHED_BYTES))
+            if found:
+                return (found[1] or found[2]).decode("ascii", "replace").strip()
+        return "of unknown name"
 
     def _count(self, cancel: CancelToken) -> None:
         """Read all packets once, without decoding, for the number of frames, their times and the keyframes."""
