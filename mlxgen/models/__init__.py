@@ -1,7 +1,7 @@
 """Models: found, downloaded, checked, loaded, identified, and measured against the machine's memory."""
 
 from mlxgen.models.cachedir import cache_folder
-from mlxgen.models.families import families
+from mlxgen.models.families import vision_families
 from mlxgen.models.fingerprint import Fingerprint
 from mlxgen.models.hub import LoadProgress
 from mlxgen.models.load import LoadOptions, load, supported_model_types
@@ -29,8 +29,8 @@ __all__ = [
     "check_fits",
     "estimate_run",
     "estimate_weights",
-    "families",
     "load",
     "supported_model_types",
+    "vision_families",
     "wired_limit",
 ]

@@ -18,7 +18,7 @@ _OWN_DISTRIBUTION: Final = "mlxgen"
 
 
 @functools.cache
-def families() -> Mapping[str, VisionFamily]:
+def vision_families() -> Mapping[str, VisionFamily]:
     """The installed vision families by the `model_type` each one loads. Looked up once per process, at the first call.
 
     A family that can't be imported is left out with a logged warning: somebody else's broken package must not keep

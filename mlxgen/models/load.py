@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -20,13 +21,15 @@ from mlxgen.models import config as model_config
 from mlxgen.models import smollm2
 from mlxgen.models.adapter import adapter_folder, apply_adapter
 from mlxgen.models.checkpoint import TensorInfo, checked_tensors, has_vision_weights, weight_files
-from mlxgen.models.families import families, text_model_types
+from mlxgen.models.families import text_model_types, vision_families
 from mlxgen.models.fingerprint import fingerprint_parts, stamp_files
 from mlxgen.models.foreign import foreign_errors
 from mlxgen.models.hub import HubRequest, LoadProgress, OnProgress, fetch
 from mlxgen.models.memory import check_fits, estimate_weights
 from mlxgen.models.model import Model, TextForward, eos_ids_of, num_bytes_of, vocab_size_of
 from mlxgen.models.suggest import nearby_folder
+
+_log = logging.getLogger(__name__)
 
 _EVAL_BYTES: Final = 256 << 20
 _REPO_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
@@ -158,27 +161,28 @@ def _choose_family(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo],
     known_text = model_type in text_model_types()
     if known_text and not pictured:
         return None
-    family = families().get(model_type)
+    family = vision_families().get(model_type)
     if family is not None and pictured:
         return family
     if known_text:
+        _log.warning("%s has a vision tower, but no vision family for %r is installed: text only", folder, model_type)
         return None
     if family is not None:
         raise ModelLoadError(
             f"{folder} is a {model_type} without the weights of its vision tower; download the complete model"
         )
-    known = sorted(text_model_types() | families().keys())
+    known = sorted(text_model_types() | vision_families().keys())
     matches = difflib.get_close_matches(model_type, known, n=3, cutoff=0.5)
     near = f"; closest: {', '.join(matches)}" if matches else ""
     raise ModelLoadError(
         f"model type {model_type!r} ({folder}) isn't supported{near}; {len(text_model_types())} text types of mlx-lm "
-        f"and {len(families())} vision types are ({', '.join(sorted(families())) or 'none installed'})"
+        f"and {len(vision_families())} vision types are ({', '.join(sorted(vision_families())) or 'none installed'})"
     )
 
 
 def supported_model_types() -> tuple[frozenset[str], frozenset[str]]:
     """(text model types, vision model types) that `load` builds."""
-    return text_model_types(), frozenset(families())
+    return text_model_types(), frozenset(vision_families())
 
 
 def _load_tokenizer(folder: Path, config: Mapping[str, Any], options: LoadOptions) -> Any:

@@ -17,7 +17,7 @@ from tiny import load as load_tiny
 
 from mlxgen.cancellation import NEVER, CancelToken
 from mlxgen.errors import ModelLoadError
-from mlxgen.models import TextForward, families, load
+from mlxgen.models import TextForward, load, vision_families
 
 Copy = Callable[..., Path]
 Edit = Callable[..., None]
@@ -56,9 +56,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
             entries.append(importlib.metadata.EntryPoint(name, f"fake_families:{name}", "mlxgen.families"))
 
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: [e for e in entries if e.group == group])
-    families.cache_clear()
+    vision_families.cache_clear()
     yield add
-    families.cache_clear()
+    vision_families.cache_clear()
 
 
 def with_tower(path: Path) -> Path:
@@ -93,8 +93,11 @@ def test_family_is_preferred_to_mlx_lm_only_for_checkpoints_with_a_tower(
     assert load(with_tower(copy_of("qwen3_5", "pictures"))).vision is not None
 
 
-def test_without_a_family_mlx_lm_drops_the_tower(install: Callable[..., None], copy_of: Copy) -> None:
+def test_without_a_family_mlx_lm_drops_the_tower_and_the_log_says_so(
+    install: Callable[..., None], copy_of: Copy, caplog: pytest.LogCaptureFixture
+) -> None:
     assert load(with_tower(copy_of("qwen3_5"))).vision is None
+    assert "no vision family for 'qwen3_5' is installed: text only" in caplog.text
 
 
 def test_family_without_the_towers_weights(install: Callable[..., None], copy_of: Copy, edit_json: Edit) -> None:
@@ -111,7 +114,7 @@ def test_broken_packages_are_left_out_with_a_warning(
     good = FakeFamily("good", "good_vl")
     install(missing=None, not_a_family=object(), a_class=FakeFamily, good=good)
     with caplog.at_level(logging.WARNING, logger="mlxgen"):
-        assert dict(families()) == {"good_vl": good}
+        assert dict(vision_families()) == {"good_vl": good}
     text = caplog.text
     assert all(f"vision family {name!r}" in text for name in ("missing", "not_a_family", "a_class"))
 
@@ -130,7 +133,7 @@ def test_two_families_for_one_type(install: Callable[..., None], caplog: pytest.
     first, second = FakeFamily("first", "x_vl"), FakeFamily("second", "x_vl")
     install(b=second, a=first)
     with caplog.at_level(logging.WARNING, logger="mlxgen"):
-        assert families()["x_vl"] is first
+        assert vision_families()["x_vl"] is first
     assert "also claims model_type 'x_vl'" in caplog.text
 
 

@@ -101,9 +101,7 @@ def test_weights_come_from_the_headers() -> None:
 
 def test_check_fits_names_numbers_and_remedy() -> None:
     check_fits(MemoryEstimate(1, 2, 3), what="this", available=6)
-    with pytest.raises(
-        OutOfMemoryError, match=r"about 30\.00 GB \(weights 30\.00 GB\), but 16\.00 GB.*smaller"
-    ):
+    with pytest.raises(OutOfMemoryError, match=r"about 30\.00 GB \(weights 30\.00 GB\), but 16\.00 GB.*smaller"):
         check_fits(MemoryEstimate(weights_bytes=30 * 10**9), what="this", available=16 * 10**9)
     estimate = MemoryEstimate(cache_bytes=20 * 10**9, activation_bytes=10**9)
     with pytest.raises(OutOfMemoryError, match=r"21\.00 GB \(KV cache 20\.00 GB, activations 1\.00 GB\).*kv_bits=8"):
