@@ -24,7 +24,7 @@ _TEXT: dict[str, Any] = {
     "num_hidden_layers": 3,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-    "head_dim": 16,
+    "head_dim": 32,
     "rms_norm_eps": 1e-6,
     "vocab_size": VOCAB,
     "max_position_embeddings": 4096,
@@ -62,7 +62,7 @@ def config(kind: str) -> dict[str, Any]:
             "mlp_only_layers": [],
             "norm_topk_prob": True,
             "rope_theta": 10000.0,  # as published: flat, not nested
-            "rope_scaling": {"mrope_interleaved": True, "mrope_section": [4, 2, 2], "rope_type": "default"},
+            "rope_scaling": {"mrope_interleaved": True, "mrope_section": [8, 4, 4], "rope_type": "default"},
         }
         vision = _VISION | {"deepstack_visual_indexes": [0, 1]}
     else:
@@ -75,7 +75,7 @@ def config(kind: str) -> dict[str, Any]:
             "linear_key_head_dim": 16,
             "linear_value_head_dim": 16,
             "linear_conv_kernel_dim": 4,
-            "rope_parameters": rope | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5},
+            "rope_parameters": rope | {"mrope_section": [4, 2, 2], "partial_rotary_factor": 0.5},
         }
         vision = _VISION
     return {
@@ -129,12 +129,12 @@ def _shapes(kind: str) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int,
         else:
             gated = 2 if kind == "qwen3_5_moe" else 1
             text |= {
-                f"{layer}.self_attn.q_proj.weight": (gated * 32, HIDDEN),
-                f"{layer}.self_attn.k_proj.weight": (16, HIDDEN),
-                f"{layer}.self_attn.v_proj.weight": (16, HIDDEN),
-                f"{layer}.self_attn.o_proj.weight": (HIDDEN, 32),
-                f"{layer}.self_attn.q_norm.weight": (16,),
-                f"{layer}.self_attn.k_norm.weight": (16,),
+                f"{layer}.self_attn.q_proj.weight": (gated * 64, HIDDEN),
+                f"{layer}.self_attn.k_proj.weight": (32, HIDDEN),
+                f"{layer}.self_attn.v_proj.weight": (32, HIDDEN),
+                f"{layer}.self_attn.o_proj.weight": (HIDDEN, 64),
+                f"{layer}.self_attn.q_norm.weight": (32,),
+                f"{layer}.self_attn.k_norm.weight": (32,),
             }
     tower: dict[str, tuple[int, ...]] = {
         "patch_embed.proj.weight": (16, 3, 2, 8, 8),

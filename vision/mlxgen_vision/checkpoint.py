@@ -63,7 +63,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} can't be read as JSON ({error}); download the model again") from error
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path} holds a JSON {type(value).__name__}, not an object; download the model again")
@@ -112,15 +112,15 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         file_bytes = path.stat().st_size
         with path.open("rb") as file:
             prefix = file.read(8)
-            if len(prefix) < 8:
-                raise bad(f"{file_bytes} bytes are too few for a header")
-            (header_bytes,) = struct.unpack("<Q", prefix)
-            if header_bytes > min(_MAX_HEADER_BYTES, file_bytes - 8):
-                raise bad(f"its header claims {header_bytes} bytes, the file has {file_bytes}")
-            header = json.loads(file.read(header_bytes), object_pairs_hook=unique)
+            header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            raw = file.read(min(header_bytes, _MAX_HEADER_BYTES))
     except OSError as error:
         raise ModelLoadError(f"{path} can't be read: {error}") from error
-    except ValueError as error:
+    if len(prefix) < 8 or len(raw) < header_bytes:
+        raise bad(f"its header claims {header_bytes} bytes, the file has {file_bytes}")
+    try:
+        header = json.loads(raw, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
         raise bad(f"its header can't be parsed ({error})") from error
     if not isinstance(header, dict):
         raise bad("its header is no JSON object")

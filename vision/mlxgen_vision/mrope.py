@@ -107,6 +107,8 @@ class CacheView:
     Made for a call and dropped after it; the cache itself learns nothing of positions.
     """
 
+    __slots__ = ("_cache", "offset", "rows")
+
     def __init__(self, cache: Any, offset: int | Rotation, rows: mx.array | None = None) -> None:
         self._cache = cache
         self.offset = offset

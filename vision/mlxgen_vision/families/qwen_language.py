@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx_lm.models.rope_utils import initialize_rope
 
 from mlxgen.cancellation import CancelToken
-from mlxgen.errors import UnsupportedError
+from mlxgen.errors import ModelLoadError, UnsupportedError
 from mlxgen_vision import checkpoint
 from mlxgen_vision.checkpoint import Weights
 from mlxgen_vision.mrope import MultiAxisRope
@@ -31,6 +31,8 @@ _TEXT_PREFIXES: Final = {
     "lm_head.": "lm_head.",
 }
 _TOWER_PREFIXES: Final = {"model.visual.": "", "visual.": "", "vision_tower.": ""}
+
+_REQUIRED: Final = ("hidden_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps", "vocab_size")
 
 # Weights with no counterpart: rotary tables old versions saved, and the multi-token-prediction head of Qwen3.5.
 _IGNORED: Final = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq", "mtp.")
@@ -60,9 +62,13 @@ class TextConfig:
     def of(cls, config: Mapping[str, Any], defaults: RopeDefaults) -> TextConfig:
         """From a whole config.json: nested or flat, with `rope_parameters` or with `rope_theta` and `rope_scaling`.
 
-        Raises `UnsupportedError` for sliding-window layers, which no published Qwen vision model has switched on.
+        Raises `ModelLoadError` for a config without the model's shape, `UnsupportedError` for sliding-window layers,
+        which no published Qwen vision model has switched on.
         """
         text = {**config, **(config.get("text_config") or {})}
+        missing = [name for name in _REQUIRED if not text.get(name)]
+        if missing:
+            raise ModelLoadError(f"config.json lacks {', '.join(missing)} of the language model; download it again")
         rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
         kind = str(rope.pop("rope_type", None) or rope.pop("type", None) or "default")
         rope.pop("type", None)
@@ -158,30 +164,39 @@ def stack_experts(text: Weights, *, hidden_size: int, expert_size: int) -> None:
 
     Known are: one weight per expert; `experts.gate_up_proj` and `experts.down_proj` for all experts, each matrix
     (out, in) or (in, out), told apart by its shape; and what mlx-lm itself saves, quantised or not.
+    Raises `ModelLoadError` for expert weights of another kind or shape.
     """
-    prefixes = sorted({name.split(".experts.")[0] for name in text if ".mlp.experts." in name})
-    for prefix in prefixes:
-        fused, down = f"{prefix}.experts.gate_up_proj", f"{prefix}.experts.down_proj"
-        if fused in text:
-            gate_up, down_proj = text.pop(fused), text.pop(down)
-            straight, turned = (hidden_size, expert_size), (expert_size, hidden_size)
-            if hidden_size == expert_size:  # then the down projection is square and the other one tells
-                is_turned = tuple(gate_up.shape[1:]) == (hidden_size, 2 * expert_size)
-            else:
-                is_turned = tuple(down_proj.shape[1:]) == turned
-            if is_turned:
-                gate_up, down_proj = gate_up.swapaxes(1, 2), down_proj.swapaxes(1, 2)
-            if tuple(gate_up.shape[1:]) != (2 * expert_size, hidden_size) or tuple(down_proj.shape[1:]) != straight:
-                raise UnsupportedError(
-                    f"{fused!r} has shape {tuple(gate_up.shape)}; {2 * expert_size} and {hidden_size} were expected"
-                )
-            text[f"{prefix}.switch_mlp.gate_proj.weight"] = gate_up[:, :expert_size]
-            text[f"{prefix}.switch_mlp.up_proj.weight"] = gate_up[:, expert_size:]
-            text[f"{prefix}.switch_mlp.down_proj.weight"] = down_proj
-        singles = [name for name in text if name.startswith(f"{prefix}.experts.")]
-        grouped: dict[str, dict[int, mx.array]] = {}
-        for name in singles:
-            number, rest = name[len(f"{prefix}.experts.") :].split(".", 1)
-            grouped.setdefault(rest, {})[int(number)] = text.pop(name)
-        for rest, arrays in grouped.items():
-            text[f"{prefix}.switch_mlp.{rest}"] = mx.stack([arrays[number] for number in sorted(arrays)])
+    for prefix in sorted({name.split(".experts.")[0] for name in text if ".mlp.experts." in name}):
+        if f"{prefix}.experts.gate_up_proj" in text and f"{prefix}.experts.down_proj" in text:
+            _split_fused(text, prefix, hidden_size, expert_size)
+        _stack_single(text, prefix)
+
+
+def _split_fused(text: Weights, prefix: str, hidden_size: int, expert_size: int) -> None:
+    gate_up, down = (text.pop(f"{prefix}.experts.{name}") for name in ("gate_up_proj", "down_proj"))
+    # Where the down projection is square the other one tells: they can't both be.
+    told_by_down = hidden_size != expert_size
+    turned = down.shape[1] == expert_size if told_by_down else gate_up.shape[1] == hidden_size
+    if turned:
+        gate_up, down = gate_up.swapaxes(1, 2), down.swapaxes(1, 2)
+    shapes = tuple(gate_up.shape[1:]), tuple(down.shape[1:])
+    wanted = (2 * expert_size, hidden_size), (hidden_size, expert_size)
+    if shapes != wanted:
+        raise ModelLoadError(
+            f"the experts of {prefix!r} have matrices of {shapes}, config.json wants {wanted}; "
+            "config.json and weights don't match, download both again"
+        )
+    text[f"{prefix}.switch_mlp.gate_proj.weight"] = gate_up[:, :expert_size]
+    text[f"{prefix}.switch_mlp.up_proj.weight"] = gate_up[:, expert_size:]
+    text[f"{prefix}.switch_mlp.down_proj.weight"] = down
+
+
+def _stack_single(text: Weights, prefix: str) -> None:
+    grouped: dict[str, dict[int, mx.array]] = {}
+    for name in [name for name in text if name.startswith(f"{prefix}.experts.")]:
+        number, _, rest = name[len(f"{prefix}.experts.") :].partition(".")
+        if not number.isdecimal():
+            raise ModelLoadError(f"{name!r} is no expert weight mlxgen knows; use another conversion of the model")
+        grouped.setdefault(rest, {})[int(number)] = text.pop(name)
+    for rest, arrays in grouped.items():
+        text[f"{prefix}.switch_mlp.{rest}"] = mx.stack([arrays[number] for number in sorted(arrays)])

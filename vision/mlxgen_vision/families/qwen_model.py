@@ -55,6 +55,7 @@ class QwenVisionModel:
     def __init__(self, parts: QwenParts) -> None:
         self.family = parts.family
         self.language: Any = parts.language
+        self.tower = parts.tower
         self.parts = parts
         self._placeholders: Mapping[str, MediaKind] = {IMAGE_PAD: "image", VIDEO_PAD: "video"}
         if parts.frames_apart:
@@ -146,7 +147,7 @@ class QwenVisionModel:
         frames = medium.frames[part * temporal : (part + 1) * temporal]
         settings = self.parts.processor.image if medium.kind == "image" else self.parts.processor.video
         _, rows, columns = medium.geometry["grid"]
-        return self.parts.tower.encode(settings.patches.patches(frames), rows, columns)
+        return self.tower.encode(settings.patches.patches(frames), rows, columns)
 
     def _temporal(self, medium: PreparedMedium) -> int:
         return self.parts.processor.video.patches.temporal if medium.kind == "video" else 1
