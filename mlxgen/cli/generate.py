@@ -1,0 +1,102 @@
+"""`mlxgen generate`: one prompt, one reply, kept in a snapshot from before prefill on."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from pathlib import Path
+
+from mlxgen.cancellation import Cancelled, CancelToken
+from mlxgen.cli import cached
+from mlxgen.cli.console import Console
+from mlxgen.cli.media import media_parts
+from mlxgen.cli.output import Output
+from mlxgen.cli.run import Resumer, closing, exit_code, make_output, never_started, saved, show_run, tell_stopped
+from mlxgen.cli.settings import check_new_snapshot, load_model, prompt_text, reply_options, session_options
+from mlxgen.errors import SnapshotError
+from mlxgen.options import ReplyOptions, SessionOptions
+from mlxgen.request import Part
+from mlxgen.session import Session
+
+
+def run(args: argparse.Namespace, console: Console, cancel: CancelToken) -> int:
+    """Everything that can be checked without the model is; then load, start the snapshot, and stream."""
+    options, reply = session_options(args), reply_options(args)
+    parts: list[Part] = [*media_parts(args), prompt_text(args)]
+    if args.snapshot is not None:
+        check_new_snapshot(args.snapshot, overwrite=args.overwrite)
+    else:
+        cached.make_room()
+    output = make_output(console, as_json=args.json)
+    try:
+        session = _new_session(args, options, parts, console, cancel)
+    except Cancelled as stop:
+        finished = never_started(stop.reason)
+        output.event(finished)
+        if stop.reason != "disconnect":
+            console.important("stopped before the run began, so nothing is there to resume; give the command again")
+        return exit_code(finished)
+    with closing(session):
+        return _reply(session, args, reply, output, console, cancel)
+
+
+def _new_session(
+    args: argparse.Namespace, options: SessionOptions, parts: list[Part], console: Console, cancel: CancelToken
+) -> Session:
+    model = load_model(args, console, cancel)
+    session = Session(model, system=args.system, options=options)
+    session.add(parts)
+    return session
+
+
+def _reply(
+    session: Session,
+    args: argparse.Namespace,
+    reply: ReplyOptions,
+    output: Output,
+    console: Console,
+    cancel: CancelToken,
+) -> int:
+    reply.validate(session.model.vocab_size)  # before a snapshot is made
+    path = start_snapshot(session, args)
+    resumer = Resumer(path, ("--trust-remote-code",) if args.trust_remote_code else ())
+    try:
+        events = session.stream(None, reply=reply, cancel=cancel)
+        output.started(path, resumed=False, position=0)
+        finished = show_run(events, output, console, resumer)
+    except Exception:
+        _after_error(session, path, console, resumer, named=args.snapshot is not None)
+        raise
+    if finished.finish_reason == "cancelled":
+        if saved(session):
+            output.saved(path, session.position)
+        tell_stopped(finished, console, resumer, session.position)
+    elif args.snapshot is not None:
+        if saved(session):
+            output.saved(path, session.position)
+    else:
+        discard(session, path)
+    return exit_code(finished)
+
+
+def start_snapshot(session: Session, args: argparse.Namespace) -> Path:
+    """Begin the snapshot: the one that was named, or one in the cache folder."""
+    if args.snapshot is not None:
+        return session.autosave(args.snapshot, overwrite=args.overwrite)
+    return session.autosave(cached.new_path())
+
+
+def discard(session: Session, path: Path) -> None:
+    """Remove a snapshot nobody needs any more."""
+    session.close()
+    with contextlib.suppress(SnapshotError):
+        cached.remove(path)
+
+
+def _after_error(session: Session, path: Path, console: Console, resumer: Resumer, *, named: bool) -> None:
+    """What was done before an error is kept where there is any of it."""
+    done = session.position > 0 or session.sequence.num_fed > 0 or any(medium.frames for medium in session.media)
+    if named or done:
+        console.important(f"what was done is kept; go on with: {resumer.line()}")
+    else:
+        discard(session, path)

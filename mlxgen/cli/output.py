@@ -1,0 +1,119 @@
+"""How a run's events are shown: as one JSON object per line (a contract for programs), or as text for people."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from mlxgen.cli.console import Console
+from mlxgen.events import Event, Finished, InputProgress, PrefillProgress, Token
+
+
+class Output(Protocol):
+    """What a command tells about a run. One process, one run; never raises for a reader that is gone."""
+
+    def started(self, snapshot: Path | None, *, resumed: bool, position: int) -> None:
+        """The snapshot exists and can be resumed from here on; `position` reply tokens exist already."""
+        ...
+
+    def event(self, event: Event) -> None: ...
+
+    def saved(self, snapshot: Path, position: int) -> None: ...
+
+    def error(self, error: BaseException, message: str) -> None: ...
+
+
+class JsonOutput:
+    """Every event as one line of JSON (ASCII, so that no encoding can damage it), flushed at once, nothing else."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def _line(self, event: str, **values: Any) -> None:
+        self._console.write(json.dumps({"event": event, **values}) + "\n")
+
+    def started(self, snapshot: Path | None, *, resumed: bool, position: int) -> None:
+        path = None if snapshot is None else str(snapshot)
+        self._line("started", snapshot=path, resumed=resumed, position=position)
+
+    def event(self, event: Event) -> None:
+        if isinstance(event, Token):
+            self._line("token", index=event.index, id=event.id, text=event.text, logprob=event.logprob)
+        elif isinstance(event, PrefillProgress):
+            self._line("prefill", done=event.done, total=event.total)
+        elif isinstance(event, InputProgress):
+            self._line("input", kind=event.kind, phase=event.phase, index=event.index, total=event.total)
+        else:
+            self._line(
+                "finished",
+                finish_reason=event.finish_reason,
+                cancel_reason=event.cancel_reason,
+                text=event.text,
+                usage=asdict(event.usage),
+            )
+
+    def saved(self, snapshot: Path, position: int) -> None:
+        self._line("saved", snapshot=str(snapshot), position=position)
+
+    def error(self, error: BaseException, message: str) -> None:
+        self._line("error", type=type(error).__name__, message=message)
+
+
+class TextOutput:
+    """The reply's text, and only that, to standard output; bars and statistics to standard error.
+
+    A newline is added after a reply that ended by itself without one. After a stop nothing is added, so that what the
+    resumed command prints joins it byte for byte.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def started(self, snapshot: Path | None, *, resumed: bool, position: int) -> None:
+        pass
+
+    def event(self, event: Event) -> None:
+        console = self._console
+        if isinstance(event, Token):
+            console.write(event.text)
+        elif isinstance(event, PrefillProgress):
+            console.bar("prompt", event.done, event.total)
+        elif isinstance(event, InputProgress):
+            console.bar(f"{event.phase} {event.kind}s", event.index + 1, event.total)
+        else:
+            self._finished(event)
+
+    def _finished(self, event: Finished) -> None:
+        console = self._console
+        console.clear_bar()
+        if event.finish_reason != "cancelled":
+            if not event.text.endswith("\n"):
+                console.write("\n")
+            console.note(statistics(event))
+
+    def saved(self, snapshot: Path, position: int) -> None:
+        pass
+
+    def error(self, error: BaseException, message: str) -> None:
+        pass
+
+
+def statistics(event: Finished) -> str:
+    """One line about what this process did."""
+    usage = event.usage
+    parts = [f"prompt {usage.prompt_tokens} tokens"]
+    if usage.prefilled_tokens:
+        parts[0] += f" ({usage.prefilled_tokens} prefilled at {usage.prompt_tps:.1f} tokens/s)"
+    parts.append(f"reply {usage.generated_tokens} tokens")
+    if usage.generation_tps > 0:
+        parts[-1] += f" at {usage.generation_tps:.1f} tokens/s"
+    if usage.images_prepared or usage.images_encoded:
+        parts.append(f"{max(usage.images_prepared, usage.images_encoded)} images")
+    if usage.frames_prepared or usage.frames_encoded:
+        parts.append(f"{max(usage.frames_prepared, usage.frames_encoded)} frames")
+    if usage.time_to_first_token_s is not None:
+        parts.append(f"first token after {usage.time_to_first_token_s:.2f} s")
+    parts.append(f"peak memory {usage.peak_memory_bytes / 1e9:.2f} GB")
+    return "; ".join(parts)
