@@ -48,7 +48,7 @@ class VideoReader(ABC):
         One frame is decoded at a time, after a checkpoint; memory is bounded by one frame. Frames in between are not
         converted to RGB, and not decoded at all where a later keyframe can be sought. Frame i has the same pixels
         whatever `start_at` and the other indices are. A damaged file ends the iteration early, and `note` then says
-        where; if not even the first frame can be decoded, `MediaError` is raised.
+        where (one whose first frame can't be decoded was refused on opening).
         """
         plan = list(indices)
         for before, after in pairwise([0, *plan]):

@@ -53,6 +53,7 @@ _TURNS: Final = {
 }
 
 _Decoded = tuple[int, Any]  # the time stamp (or position) it is shown at, and PyAV's frame
+_IDR_AFTER_START_CODE: Final = re.compile(rb"\x00\x00\x01[\x05\x25\x45\x65]")
 
 
 class _SeekFailed(Exception):
@@ -62,9 +63,9 @@ class _SeekFailed(Exception):
 class FileReader(VideoReader):
     """A video file. Holds the open file and one decoder; keeps at most one frame that was decoded ahead.
 
-    Frame i is the one shown at the i-th time stamp in order of showing. Decoding for it always starts at the last
+    Frame i is the one shown at the i-th time stamp in order of showing. Decoding for it always starts at the last clean
     keyframe at or before it, whatever was decoded before, so that a resumed run gets the same pixels as one that wasn't
-    interrupted, also in streams whose keyframes aren't clean cuts.
+    interrupted.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class FileReader(VideoReader):
                 metadata_errors="replace",
                 buffer_size=_BUFFER_BYTES,
             )
-        except (av.error.FFmpegError, OSError, ValueError) as error:
+        except Exception as error:
             raise self._not_a_video(error) from error
         streams = [s for s in self._container.streams.video if not int(s.disposition) & _ATTACHED_PICTURE]
         if not streams:
@@ -122,7 +123,8 @@ class FileReader(VideoReader):
         if context.width and context.height:
             check_size(context.width, context.height, self.name, self._limits)
         context.options = {"max_pixels": str(self._limits.max_source_pixels)}
-        context.thread_type = "AUTO"
+        # Not several frames at once: on a damaged file the outcome would then depend on which thread was faster.
+        context.thread_type = "SLICE"
 
     def _not_a_video(self, error: Exception) -> MediaError:
         signature = identify(self._head())
@@ -159,11 +161,11 @@ class FileReader(VideoReader):
                 if packet.pts is None:
                     complete = False
                 times.append(packet.pts or 0)
-                if packet.is_keyframe and packet.pts is not None:
+                if packet.is_keyframe and packet.pts is not None and self._is_clean(packet):
                     keys.append(packet.pts)
                     # Matroska's index is by time of showing, that of MP4 by time of decoding.
                     key_dts.append(packet.pts if packet.dts is None or container == "matroska" else packet.dts)
-        except (av.error.FFmpegError, OSError) as error:
+        except Exception as error:  # PyAV raises IndexError where a damaged file grows streams
             self._notes.append(f"the file is truncated or damaged ({_detail(error)})")
         if not times:
             raise MediaError(f"{self.name}: no frames in it; was it recorded or copied completely?")
@@ -177,6 +179,15 @@ class FileReader(VideoReader):
         self._set_times(ordered if complete else [])
         if container in _BARE and self.fps:
             self._notes.append(f"a bare {container} stream without a frame rate: {self.fps:g} a second assumed")
+
+    def _is_clean(self, packet: Any) -> bool:
+        """Whether a picture marked as a keyframe refreshes everything at once.
+
+        H.264 streams may mark the start of a gradual refresh, where decoding gives a few damaged frames first; only an
+        IDR picture is sure. The other codecs' keyframes are clean for all frames shown from there on.
+        """
+        context = self._stream.codec_context
+        return context.name != "h264" or _has_idr(bytes(packet), context.extradata or b"")
 
     def _set_times(self, times: list[int]) -> None:
         base = float(self._stream.time_base or 0)
@@ -280,7 +291,9 @@ class FileReader(VideoReader):
                         raise av.error.InvalidDataError(0, "a damaged frame")
                     yield self._time_of(frame, position), frame
                     position += 1
-        except (av.error.FFmpegError, OSError) as error:
+        except MediaError:
+            raise
+        except Exception as error:
             if key_dts is not None:
                 raise _SeekFailed from error
             self._failed = True
@@ -317,6 +330,19 @@ class FileReader(VideoReader):
         self._stop_run()
         self._close_container()
         self._file.close()
+
+
+def _has_idr(packet: bytes, extradata: bytes) -> bool:
+    """Whether an H.264 packet, with lengths (`extradata` starts with 1) or start codes, has an IDR slice in it."""
+    if extradata[:1] != b"\x01":
+        return _IDR_AFTER_START_CODE.search(packet) is not None
+    size = (extradata[4] & 3) + 1 if len(extradata) > 4 else 4
+    at = 0
+    while at + size < len(packet):
+        if packet[at + size] & 31 == 5:
+            return True
+        at += size + int.from_bytes(packet[at : at + size], "big")
+    return False
 
 
 def _orientation(frame: Any) -> tuple[int, bool]:
