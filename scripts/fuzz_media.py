@@ -3,7 +3,7 @@
     pip download --no-deps --no-binary pillow pillow && tar xf pillow-*.tar.gz
     python scripts/fuzz_media.py pillow-*/Tests/images --mutants 2000
 
-Every file of the folder, and random mutants of them, are loaded in worker processes, each as a picture and as a video. A
+Every file of the folder, and random mutants of them, are loaded in worker processes, as a picture and as a video. A
 file breaks the rules if one of the two takes more than --max-seconds of processor time or --max-mbytes, raises anything
 but MediaError, doesn't return, or ends the process. Prints a summary; exit code 1 on a violation. Needs Linux's /proc.
 """
