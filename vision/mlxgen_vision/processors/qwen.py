@@ -83,8 +83,8 @@ class PatchSettings:
         `frames` are uint8 (height, width, 3); if there are fewer than `temporal` the last is repeated. Patches come
         merge block by merge block, values channel first, then time, row, column.
         """
-        frames = [*frames, *[frames[-1]] * (self.temporal - len(frames))]
-        values = np.stack([self.normalisation(frame) for frame in frames])
+        normalised = [self.normalisation(frame) for frame in frames]
+        values = np.stack([*normalised, *[normalised[-1]] * (self.temporal - len(frames))])
         rows, columns = self.grid(cast(Size, frames[0].shape[:2]))
         blocks = values.reshape(
             self.temporal,

@@ -133,7 +133,8 @@ class PatchEmbedding(nn.Module):  # type: ignore[misc]
         self.proj = nn.Linear(patch_dims, hidden_size, bias=bias)
 
     def __call__(self, patches: mx.array) -> mx.array:
-        return self.proj(patches.astype(self.proj.weight.dtype))  # type: ignore[no-any-return]
+        values = self.proj.scales if "scales" in self.proj else self.proj.weight
+        return self.proj(patches.astype(values.dtype))  # type: ignore[no-any-return]
 
 
 def adapt_patch_embedding(weights: Weights, *, channels: int, temporal: int, patch: int) -> Weights:
