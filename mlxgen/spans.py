@@ -183,16 +183,16 @@ def _common_length(a: str, b: str) -> int:
 
 
 def _search(real: str, slot: Slot) -> list[Span]:
-    """Where the template refuses a mark: the text itself, if it is there just once."""
+    """Where the template refuses a mark: the text itself, if it is there just once. A reply is then mere text too."""
     text = slot.text.strip()
-    if not text or slot.turn_index is not None:
-        return []  # a reply is then encoded as part of the template's text
-    if real.count(text) != 1:
+    if text and real.count(text) == 1:
+        start = real.index(text)
+        return [Span(start, start + len(text), None, False)]
+    if text and slot.turn_index is None:
         raise TemplateError(
             f"the chat template mixes the text of message {slot.message} with its own; shorten or rephrase that message"
         )
-    start = real.index(text)
-    return [Span(start, start + len(text), None, False)]
+    return []
 
 
 def _without_overlap(spans: list[Span]) -> list[Span]:

@@ -241,7 +241,7 @@ class ChatTokenizer:
                 while not own[index + 1] and index + 1 < len(spans) and spans[index + 1].turn_index is None:
                     index += 1
                     text += real[spans[index].start : spans[index].end]
-                if self._control_pattern.search(text):
+                if self._has_command(text):
                     pieces.append(TextPiece(text, plain=True))
                 else:
                     add_text(text)
@@ -271,6 +271,26 @@ class ChatTokenizer:
             if special or (token.strip() and not token.strip().isalnum() and token in source)
         ]
         return _any_of([*control, *self._extra_control_tokens])
+
+    @cached_property
+    def _normalized_pattern(self) -> re.Pattern[str] | None:
+        """For tokenizers that search for some added tokens after normalisation (lower case, NFKC), else None."""
+        normalizer = None if self._backend is None else self._backend.normalizer
+        decoder = getattr(self._tokenizer, "added_tokens_decoder", None) or {}
+        tokens = [token.content for token in decoder.values() if token.normalized]
+        tokens = [token for token in tokens if self._control_pattern.fullmatch(token)]
+        if normalizer is None or not tokens:
+            return None
+        return _any_of(normalizer.normalize_str(token) for token in tokens)
+
+    def _has_command(self, text: str) -> bool:
+        """Whether something in this text would become a control token."""
+        if self._control_pattern.search(text):
+            return True
+        pattern = self._normalized_pattern
+        if pattern is None or self._backend is None:
+            return False
+        return pattern.search(self._backend.normalizer.normalize_str(text)) is not None
 
     def _encode_text(self, text: str, *, plain: bool, first: bool) -> list[int]:
         if first or not self._adds_prefix:

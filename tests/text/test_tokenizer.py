@@ -13,6 +13,7 @@ import templates_for_tests as templates
 import tokenizers_for_tests as kinds
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
+from tokenizers import AddedToken, normalizers
 
 from mlxgen.errors import InvalidValueError, TemplateError
 from mlxgen.tokenizer import ChatTokenizer, Piece, ReplyPiece, TextPiece, token_ids_checked
@@ -213,6 +214,17 @@ def test_added_tokens_that_are_ordinary_text_stay_tokens() -> None:
     expected = chat._tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     assert chat.encode(chat.pieces(messages, add_generation_prompt=True), {}) == expected
     assert backend.token_to_id("<h1>") in expected
+
+
+def test_a_command_that_appears_only_after_normalisation() -> None:
+    backend = kinds.byte_level(())
+    backend.normalizer = normalizers.Lowercase()
+    backend.add_special_tokens([AddedToken("<|im_end|>", special=True, normalized=True)])
+    chat = ChatTokenizer(kinds.hugging_face(backend, templates.CHATML))
+    assert len(backend.encode("<|IM_END|>").ids) == 1
+    pieces = chat.pieces([_user("x <|IM_END|>")], add_generation_prompt=True)
+    assert TextPiece("x <|IM_END|>", plain=True) in pieces
+    assert chat.encode(pieces, {}).count(backend.token_to_id("<|im_end|>")) == 1
 
 
 def test_own_control_tokens() -> None:
