@@ -1,0 +1,318 @@
+"""The token iterator: one forward pass in flight, a checkpoint before every token, and its whole state a plain
+value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlxgen.cache import CacheOptions
+from mlxgen.cancellation import NEVER, CancelToken
+from mlxgen.errors import InvalidValueError, NotResumableError
+from mlxgen.models.model import Model
+from mlxgen.prefill import DEFAULT_STEP_SIZE, PrefillPlan, plan_prefill
+from mlxgen.sampling import (
+    LogitsProcessor,
+    PenaltyState,
+    SamplingParams,
+    build_penalties,
+    build_sampler,
+    is_resumable,
+    token_logprob,
+    top_logprobs,
+)
+from mlxgen.sequence import Sampled, TokenSequence, generation_stream
+from mlxgen.tokenizer import token_ids_checked
+
+# mlx-lm gives memory that MLX holds back for reuse to the system every 256 tokens; the same here, for the same memory
+# curve.
+_CLEAR_EVERY = 256
+MAX_TOP_LOGPROBS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeOptions:
+    """How tokens are chosen, and how many.
+
+    `max_tokens` counts from the start of the reply; None means no limit. `processors` run on the logits after
+    penalties and bias. `sampler` replaces mlxgen's own (it gets log-probabilities (1, vocabulary) as in mlx-lm, and
+    draws from its own random state: such a run can't be resumed exactly). `full_logprobs` keeps the whole vector of
+    each token.
+    """
+
+    sampling: SamplingParams = SamplingParams()
+    max_tokens: int | None = 256
+    logprobs: bool = False
+    top_logprobs: int = 0
+    processors: tuple[LogitsProcessor, ...] = ()
+    sampler: Callable[[mx.array], mx.array] | None = None
+    full_logprobs: bool = False
+
+    def validate(self, vocab_size: int) -> None:
+        self.sampling.validate(vocab_size)
+        if self.max_tokens is not None and not 0 <= self.max_tokens < 2**31:
+            raise InvalidValueError(f"max_tokens is {self.max_tokens}; give 0 to {2**31 - 1}, or None for no limit")
+        limit = min(MAX_TOP_LOGPROBS, vocab_size)
+        if not 0 <= self.top_logprobs <= limit:
+            raise InvalidValueError(f"top_logprobs is {self.top_logprobs}; give 0 to {limit}")
+
+    def require_resumable(self) -> None:
+        """Raise `NotResumableError` naming what can't be saved; to be called before anything runs."""
+        if self.sampler is not None:
+            raise NotResumableError(
+                "a sampler of your own draws from its own random state, so this run can't be saved and resumed; "
+                "use SamplingParams, or don't ask for a snapshot"
+            )
+        for processor in self.processors:
+            if not is_resumable(processor):
+                raise NotResumableError(
+                    f"the logits processor {getattr(processor, '__name__', type(processor).__name__)!r} doesn't say "
+                    "how to save its state (name, state(), restore()), so this run can't be saved; see LogitsProcessor"
+                )
+
+
+@dataclass(slots=True)
+class _Ahead:
+    """A token being sampled: its arrays are under way, or evaluated. `host` is set once they were read."""
+
+    token: mx.array
+    logprob: mx.array | None = None
+    top: tuple[mx.array, mx.array] | None = None
+    vector: mx.array | None = None
+    host: Sampled | None = None
+
+    def arrays(self) -> list[mx.array]:
+        return [a for a in (self.token, self.logprob, *(self.top or ()), self.vector) if a is not None]
+
+    def read(self) -> Sampled:
+        """Wait for the arrays and bring them to the host."""
+        if self.host is None:
+            top = None
+            if self.top is not None:
+                ids, values = self.top
+                id_list: Any = ids.reshape(-1).tolist()
+                value_list: Any = values.reshape(-1).tolist()
+                top = tuple((int(i), float(v)) for i, v in zip(id_list, value_list, strict=True))
+            logprob: Any = None if self.logprob is None else self.logprob.item()
+            token: Any = self.token.item()
+            self.host = Sampled(token, logprob, top)
+        return self.host
+
+
+class TokenIterator:
+    """Iterate over the tokens of a reply; stop between any two and go on later from exactly there.
+
+    Before token k is returned, the pass that feeds k and samples k+1 has been submitted; so at a stop at most one
+    sampled token is unseen (`sequence.ahead`), and none after the last of `max_tokens`. Each `next()` is one
+    checkpoint followed by one unit of work followed by its commit. `Cancelled` is raised at the checkpoint,
+    `StopIteration` after `max_tokens`; in both cases everything that was done is in `sequence`, from which a new
+    iterator goes on: `TokenIterator(sequence, options=..., step=old.step)`.
+
+    Owned by one consumer; used on one thread at a time. A custom processor's own state isn't in `sequence`: save
+    `processor.state()` beside it.
+    """
+
+    def __init__(
+        self,
+        sequence: TokenSequence,
+        *,
+        options: DecodeOptions = DecodeOptions(),
+        step: int = 0,
+        step_size: int = DEFAULT_STEP_SIZE,
+        cancel: CancelToken = NEVER,
+    ) -> None:
+        self._vocab_size = sequence.vocab_size
+        if sequence.num_fed >= len(sequence.ids) and sequence.ahead is None and not sequence.ids:
+            raise InvalidValueError("there is nothing to generate from: the prompt is empty; give at least one token")
+        seed = options.sampling.seed
+        if options.sampling.temperature > 0 and seed is None:
+            raise InvalidValueError("sampling without a seed can't be resumed; use sampling.with_seed()")
+        self.sequence = sequence
+        self.options = options
+        self.step = step
+        self.cancel = cancel
+        self.step_size = step_size
+        self._first_step = step
+        self._base = len(sequence.ids) - step
+        self._sample = None if options.sampler is not None else build_sampler(options.sampling)
+        self._penalties: PenaltyState | None = None
+        self._history: mx.array | None = None
+        self._stale = True
+        self._commit: tuple[int, _Ahead | None, int] | None = None
+        ahead = sequence.ahead
+        self._ahead = None if ahead is None else _Ahead(mx.array([ahead.id], mx.uint32), host=ahead)
+
+    @classmethod
+    def from_prompt(
+        cls,
+        model: Model,
+        ids: Sequence[int],
+        *,
+        options: DecodeOptions = DecodeOptions(),
+        cache_options: CacheOptions = CacheOptions(),
+        step_size: int = DEFAULT_STEP_SIZE,
+        cancel: CancelToken = NEVER,
+    ) -> TokenIterator:
+        """An iterator over a new sequence. The prompt is prefilled chunk by chunk at the first `next()`."""
+        options.validate(model.vocab_size)
+        checked = token_ids_checked(ids, model.vocab_size)
+        sequence = TokenSequence(model, cache_options, ids=checked)
+        return cls(sequence, options=options, step_size=step_size, cancel=cancel)
+
+    # -- prefill ---------------------------------------------------------------------------------------------------
+
+    def plan(self) -> PrefillPlan:
+        """The chunks still to be fed before the first token: all of `ids` but the last."""
+        inputs = self.sequence.inputs
+        atomic = () if inputs is None else inputs.atomic
+        return plan_prefill(self.sequence.num_fed, len(self.sequence.ids) - 1, self.step_size, atomic)
+
+    def prefill(self, plan: PrefillPlan | None = None) -> Iterator[int]:
+        """Feed the prompt chunk by chunk; yields the number of tokens fed after each. A checkpoint before each
+        chunk."""
+        sequence = self.sequence
+        for end in (plan or self.plan()).after(sequence.num_fed):
+            self.cancel.checkpoint()
+            sequence.feed(end)
+            yield sequence.num_fed
+
+    # -- decode ----------------------------------------------------------------------------------------------------
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether each token must reach the host before the next pass can be built (a processor said so)."""
+        return any(getattr(processor, "needs_host_ids", False) for processor in self.options.processors)
+
+    def __iter__(self) -> TokenIterator:
+        return self
+
+    def __next__(self) -> Sampled:
+        self._finish_commit()
+        limit = self.options.max_tokens
+        if limit is not None and self.step >= limit:
+            raise StopIteration
+        if self.sequence.num_fed < len(self.sequence.ids) - 1:
+            for _ in self.prefill():
+                pass
+        self.cancel.checkpoint()
+        try:
+            return self._one_token(limit)
+        except BaseException:
+            # Penalty windows and histories may be a token ahead of the sequence now: build them anew.
+            self._stale = True
+            raise
+
+    def _one_token(self, limit: int | None) -> Sampled:
+        sequence = self.sequence
+        if sequence.torn:
+            sequence.repair()
+        with mx.stream(generation_stream()):
+            if self._stale:
+                self._rebuild_history()
+            ahead = self._ahead
+            if ahead is None:
+                ahead = self._launch_pending()
+            following = None
+            if (limit is None or self.step + 1 < limit) and not self.synchronous:
+                following = self._launch(ahead.token, self.step + 1)
+            sampled = self._read(ahead)
+        self._commit = (sampled.id, following, len(sequence.ids))
+        self._finish_commit()
+        if self.step % _CLEAR_EVERY == 1:
+            mx.clear_cache()
+        self.last_vector = ahead.vector
+        return sampled
+
+    last_vector: mx.array | None = None
+
+    def _read(self, ahead: _Ahead) -> Sampled:
+        try:
+            return ahead.read()
+        except Exception:
+            self.sequence.failed_eval()
+            self.sequence.ahead = self._ahead = None
+            raise
+
+    def _launch_pending(self) -> _Ahead:
+        """Feed the one token of `ids` that isn't in the ledger yet, and sample from its logits."""
+        sequence = self.sequence
+        if sequence.num_fed == len(sequence.ids):
+            sequence.step_back()
+            self._rebuild_history()
+        token = mx.array(sequence.ids[sequence.num_fed :], mx.uint32)
+        ahead = self._launch(token, self.step)
+        sequence.committed()
+        self._ahead = ahead
+        return ahead
+
+    def _launch(self, token: mx.array, step: int) -> _Ahead:
+        """Submit the pass that feeds `token` and samples token number `step` of the reply. Waits for nothing."""
+
+        def consume(logits: mx.array) -> _Ahead:
+            return self._choose(token, logits, step)
+
+        ahead: _Ahead = self.sequence.step(token, consume)
+        # Recurrent states are no input of this token, only of the next: submit them too, so that nothing lazy that
+        # belongs to this thread's stream is left for whoever closes the loop from another thread.
+        mx.async_eval(ahead.arrays(), self.sequence.side_states())  # type: ignore[no-untyped-call]
+        return ahead
+
+    def _choose(self, token: mx.array, logits: mx.array, step: int) -> _Ahead:
+        options = self.options
+        if self._penalties is not None:
+            self._penalties.advance(token)
+            logits = self._penalties.apply(logits)
+        if options.processors:
+            self._history = token if self._history is None else mx.concatenate([self._history, token])
+            for processor in options.processors:
+                logits = processor(self._history, logits)
+        vector = None
+        if options.full_logprobs or options.sampler is not None:
+            vector = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        if options.sampler is not None and vector is not None:
+            chosen = options.sampler(vector)
+        else:
+            assert self._sample is not None
+            chosen = self._sample(logits, step)
+        ahead = _Ahead(chosen, vector=None if vector is None else vector.reshape(-1))
+        if options.logprobs or options.top_logprobs:
+            ahead.logprob = token_logprob(logits, chosen)
+        if options.top_logprobs:
+            ahead.top = top_logprobs(logits, options.top_logprobs)
+        return ahead
+
+    def _rebuild_history(self) -> None:
+        sequence = self.sequence
+        # What was fed. A token to be fed is added by `_choose`, when its pass is built.
+        fed = sequence.ids[: sequence.num_fed]
+        self._penalties = build_penalties(self.options.sampling, fed, self._vocab_size)
+        self._history = mx.array(fed, mx.uint32) if self.options.processors and fed else None
+        self._stale = False
+
+    def _finish_commit(self) -> None:
+        """Apply the commit record. Written in one store, applied idempotently: an exception can land between any
+        two."""
+        if self._commit is None:
+            return
+        token, following, length = self._commit
+        sequence = self.sequence
+        if len(sequence.ids) == length:
+            sequence.ids.append(token)
+        if following is not None and sequence.num_fed == length:
+            sequence.committed()
+        self._ahead = following
+        self.step = length + 1 - self._base
+        sequence.ahead = None
+        self._commit = None
+
+    def settle(self) -> None:
+        """Wait for the token in flight and put it into `sequence.ahead`; afterwards nothing is under way.
+
+        To be called when the loop stops for whatever reason, before the sequence is read, saved or used otherwise.
+        """
+        self._finish_commit()
+        if self._ahead is not None:
+            self.sequence.ahead = self._read(self._ahead)

@@ -1,0 +1,216 @@
+"""The conversation as a fold over records: what a journal holds, and what a session is rebuilt from.
+
+A live session changes its history only by applying the very records it appends to the journal, so that what a resumed
+session reads is what the live one was. Record types (see docs/snapshot-format.md): session, model, turn, medium, reply,
+prompt, plan, pass, tok, mark, finish, undo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlxgen.errors import SnapshotError
+from mlxgen.request import ImagePart, MediaOptions, MediaPart, VideoPart
+from mlxgen.sequence import PassLog, Sampled
+from mlxgen.snapshot.store import Record
+
+
+@dataclass(slots=True)
+class Reply:
+    """One assistant turn, from the moment its settings are known. `start` is where its tokens begin in `ids`.
+
+    `limit` is the number of tokens at which it ends by length (None: no limit). `marks` are the seams of its text:
+    (number of tokens so far, what happened there): "flush" (held text was shown, the reply ended by length), "release"
+    (withheld text was let go, the reply went on after a stop string), "silent" (the last token ended the reply and has
+    no text), "stops" with the list of stop strings from here on.
+    """
+
+    options: dict[str, Any]
+    limit: int | None
+    first_stops: tuple[str, ...] = ()
+    start: int | None = None
+    tokens: list[Sampled] = field(default_factory=list)
+    marks: list[tuple[int, str, Any]] = field(default_factory=list)
+    finish: dict[str, Any] | None = None
+    num_prompt_tokens: int = 0
+    step_size: int | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether it ended by itself (a stop, or its length); a cancelled reply can go on."""
+        return self.finish is not None and self.finish["reason"] != "cancelled"
+
+    @property
+    def ids(self) -> list[int]:
+        return [token.id for token in self.tokens]
+
+
+@dataclass(slots=True)
+class Turn:
+    """A user's or system's turn (`parts`: text, or the index of a medium), or the model's (`reply`)."""
+
+    role: str
+    parts: list[str | int] = field(default_factory=list)
+    reply: Reply | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+
+@dataclass(frozen=True, slots=True)
+class MediumSource:
+    """Where a medium came from. `path` is None for pictures that were passed in memory."""
+
+    kind: str
+    name: str
+    path: str | None
+    source_hash: str
+    options: MediaOptions
+
+    def part(self) -> MediaPart:
+        make = ImagePart if self.kind == "image" else VideoPart
+        return make(self.path, self.options)
+
+
+@dataclass(slots=True)
+class History:
+    """Everything a session knows that isn't an array. Owned by the session; survives every stop (it *is* the
+    journal)."""
+
+    session: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    turns: list[Turn] = field(default_factory=list)
+    media: list[MediumSource] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    passes: PassLog = field(default_factory=PassLog)
+    records: list[Record] = field(default_factory=list)
+    lowest_keep: int | None = None  # the smallest rewind since `start_watch()`
+
+    @classmethod
+    def replay(cls, records: Iterable[Record]) -> History:
+        history = cls()
+        for record in records:
+            history.apply(record)
+        return history
+
+    @property
+    def reply(self) -> Reply | None:
+        """The reply in progress, or the last one, if the conversation ends with one."""
+        return self.turns[-1].reply if self.turns else None
+
+    def apply(self, record: Record) -> None:
+        """Fold one record in. An unknown type is an error: a reader that skipped it would not be where the writer
+        was."""
+        handler = _HANDLERS.get(record.type)
+        if handler is None:
+            raise SnapshotError(f"the journal has a record of unknown type {record.type!r}; use a newer mlxgen")
+        try:
+            handler(self, record.data)
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise SnapshotError(
+                f"the journal's {record.type!r} record is malformed ({error}); it can't be used"
+            ) from error
+        self.records.append(record)
+
+    # -- handlers ------------------------------------------------------------------------------------------------
+
+    def _session(self, data: Mapping[str, Any]) -> None:
+        self.session = dict(data)
+
+    def _model(self, data: Mapping[str, Any]) -> None:
+        self.model = {
+            "name": str(data["name"]),
+            "source": None if data["source"] is None else str(data["source"]),
+            "adapter": None if data["adapter"] is None else str(data["adapter"]),
+            "digest": str(data["digest"]),
+            "parts": {str(key): str(value) for key, value in data["parts"].items()},
+        }
+
+    def _turn(self, data: Mapping[str, Any]) -> None:
+        parts = [part if isinstance(part, str) else int(part["medium"]) for part in data["parts"]]
+        self.turns.append(Turn(str(data["role"]), parts))
+
+    def _medium(self, data: Mapping[str, Any]) -> None:
+        options = MediaOptions(**data["options"])
+        self.media.append(MediumSource(data["kind"], data["name"], data["path"], data["source_hash"], options))
+
+    def _reply(self, data: Mapping[str, Any]) -> None:
+        reply = self.reply
+        if data["continued"]:
+            if reply is None:
+                raise SnapshotError("the journal continues a reply that doesn't exist; it is damaged")
+            reply.options, reply.limit, reply.finish = dict(data["options"]), data["limit"], None
+        else:
+            options = dict(data["options"])
+            self.turns.append(Turn("assistant", reply=Reply(options, data["limit"], tuple(options["stop"]))))
+
+    def _prompt(self, data: Mapping[str, Any]) -> None:
+        keep = int(data["keep"])
+        del self.ids[keep:]
+        self.ids += [int(token) for token in data["ids"]]
+        self.passes.trim(keep)
+        self.lowest_keep = keep if self.lowest_keep is None else min(self.lowest_keep, keep)
+        reply = self._open_reply()
+        reply.start = len(self.ids)
+        reply.num_prompt_tokens = len(self.ids)
+        reply.step_size = data.get("step_size")
+
+    def _plan(self, data: Mapping[str, Any]) -> None:
+        self._open_reply().step_size = int(data["step_size"])
+
+    def _pass(self, data: Any) -> None:
+        start, count = data
+        self.passes.prefill(int(start), int(count))
+
+    def _tok(self, data: Any) -> None:
+        token, logprob, top = (list(data) + [None, None])[:3]
+        tops = None if top is None else tuple((int(i), float(v)) for i, v in top)
+        # That it was sampled says that the token before it had been fed.
+        self.passes.decode(len(self.ids) - 1)
+        self.ids.append(int(token))
+        self._open_reply().tokens.append(Sampled(int(token), None if logprob is None else float(logprob), tops))
+
+    def _mark(self, data: Any) -> None:
+        count, kind, detail = (list(data) + [None])[:3]
+        self._open_reply().marks.append((int(count), str(kind), detail))
+
+    def _finish(self, data: Mapping[str, Any]) -> None:
+        self._open_reply().finish = dict(data)
+
+    def _undo(self, data: Mapping[str, Any]) -> None:
+        count = int(data["turns"])
+        del self.turns[len(self.turns) - count :]
+
+    def _open_reply(self) -> Reply:
+        reply = self.reply
+        if reply is None:
+            raise SnapshotError("the journal has tokens outside of a reply; it is damaged")
+        return reply
+
+
+_HANDLERS = {
+    "session": History._session,
+    "model": History._model,
+    "turn": History._turn,
+    "medium": History._medium,
+    "reply": History._reply,
+    "prompt": History._prompt,
+    "plan": History._plan,
+    "pass": History._pass,
+    "tok": History._tok,
+    "mark": History._mark,
+    "finish": History._finish,
+    "undo": History._undo,
+}
+
+
+def token_record(token: Sampled) -> Record:
+    """The shortest form that says it: [id], [id, logprob] or [id, logprob, top]."""
+    if token.top is not None:
+        return Record("tok", [token.id, token.logprob, [list(pair) for pair in token.top]])
+    if token.logprob is not None:
+        return Record("tok", [token.id, token.logprob])
+    return Record("tok", [token.id])

@@ -1,0 +1,285 @@
+"""Keep a session's snapshot up to date: records at once, arrays in increments, files written on another thread.
+
+The model's thread evaluates copies of the rows that are new and hands them over; hashing, writing and fsync happen on
+the writer thread. What the two threads share is a queue of finished jobs' inputs: no live array ever crosses.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlxgen.errors import SnapshotError
+from mlxgen.snapshot.export import (
+    CacheExport,
+    environment,
+    export_cache,
+    export_media,
+    media_states,
+    trim_entries,
+)
+from mlxgen.snapshot.store import FileEntry, HostArray, JournalPin, Record, SnapshotStore
+
+if TYPE_CHECKING:
+    from mlxgen.session import Session
+
+_log = logging.getLogger(__name__)
+
+_QUEUE_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class AutosavePolicy:
+    """When arrays are saved without being asked: after `every_s` seconds or `every_tokens` tokens, and at phase
+    changes.
+
+    Never so often that handing over takes more than `max_share` of the time (records are written with every token
+    anyway: what an autosave spares a resumed run is feeding tokens again).
+    """
+
+    every_s: float = 10.0
+    every_tokens: int = 256
+    max_share: float = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class _NewFile:
+    kind: str
+    arrays: Mapping[str, HostArray]
+    meta: dict[str, Any]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values())
+
+
+@dataclass(slots=True)
+class _Job:
+    """One generation to be written. `keep`: cache rows behind this position are void in files of earlier jobs."""
+
+    new: list[_NewFile]
+    keep: int
+    restart: bool
+    body: dict[str, Any]
+    pin: JournalPin
+    error: BaseException | None = None
+
+
+class _Writer:
+    """The writer thread. Owns the list of the snapshot's files; one job at a time, in order; ends when told to.
+
+    After a failed job the files it would have added are missing, so the next one must start anew (`failed`).
+    """
+
+    def __init__(self, store: SnapshotStore, files: list[FileEntry]) -> None:
+        self._store = store
+        self._files = files
+        self._jobs: queue.Queue[_Job | None] = queue.Queue()
+        self._queued_bytes = 0
+        self.failed: str | None = None
+        self._thread = threading.Thread(target=self._run, name="mlxgen-snapshot-writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        return self._jobs.unfinished_tasks > 0
+
+    @property
+    def full(self) -> bool:
+        return self._queued_bytes > _QUEUE_BYTES
+
+    def submit(self, job: _Job) -> None:
+        self._queued_bytes += sum(new.num_bytes for new in job.new)
+        self._jobs.put(job)
+
+    def wait(self) -> None:
+        self._jobs.join()
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            job = self._jobs.get()
+            try:
+                if job is None:
+                    return
+                self._write(job)
+            except BaseException as error:
+                # Whatever it is must not kill the thread silently: the model's thread reads it and says it once.
+                self.failed = str(error)
+                if job is not None:
+                    job.error = error
+            finally:
+                if job is not None:
+                    self._queued_bytes -= sum(new.num_bytes for new in job.new)
+                self._jobs.task_done()
+
+    def _write(self, job: _Job) -> None:
+        if self.failed is not None and not job.restart:
+            raise SnapshotError(self.failed)
+        files = [] if job.restart else trim_entries(self._files, job.keep)
+        files = [entry for entry in files if entry.kind != "state"]
+        added: list[FileEntry] = []
+        try:
+            for new in job.new:
+                added.append(self._store.put(new.kind, new.arrays, meta=new.meta))
+            self._store.commit(job.body, [*files, *added], job.pin)
+        except BaseException:
+            for entry in added:
+                self._discard(entry)
+            raise
+        self._files = [*files, *added]
+        self.failed = None
+
+    def _discard(self, entry: FileEntry) -> None:
+        try:
+            self._store.discard(entry)
+        except (SnapshotError, ValueError):
+            _log.debug("couldn't discard %s", entry.name, exc_info=True)
+
+
+class Keeper:
+    """The link between one session and its snapshot folder; holds the folder's lock while it lives.
+
+    Owned by the session, used on the session's thread (the writer thread is its own). A failed write never stops a
+    generation: it is put into `warnings` once, the last good generation stays, and later saves try again from scratch.
+    """
+
+    def __init__(self, store: SnapshotStore, policy: AutosavePolicy, *, files: list[FileEntry] | None = None) -> None:
+        self.path: Path = store.path
+        self.warnings: list[str] = []
+        self._store = store
+        self._policy = policy
+        self._writer = _Writer(store, list(files or []))
+        self._cache = CacheExport()
+        self._media: dict[int, tuple[int, int]] = {}
+        self._keep = 0
+        self._backlog: list[Record] = []
+        self._next_s = 0.0
+        self._next_position = 0
+        self._restart = False
+
+    def adopt(self, session: Session, cache: CacheExport, media: Mapping[int, tuple[int, int]]) -> None:
+        """Take note of what a resumed snapshot's files hold already, so that only what is new gets written."""
+        self._cache, self._media = cache, dict(media)
+        self._keep = session.sequence.num_fed
+        self._schedule(session, 0.0)
+
+    # -- records -----------------------------------------------------------------------------------------------------
+
+    def append(self, record: Record) -> None:
+        """Write a record to the journal, now. If the disk is full it waits in memory, in order, for a later try."""
+        if record.type == "prompt":
+            self._keep = min(self._keep, int(record.data["keep"]))
+        if self._backlog:
+            self._backlog.append(record)
+            return
+        try:
+            self._store.append(record)
+        except SnapshotError as error:
+            self._backlog.append(record)
+            self.warn(error)
+
+    def append_all(self, records: Sequence[Record]) -> None:
+        """Write the history so far into a new journal. Raises `SnapshotError`."""
+        self._store.append(list(records))
+
+    def _flush_backlog(self) -> bool:
+        if not self._backlog:
+            return True
+        try:
+            self._store.append(self._backlog)
+        except SnapshotError as error:
+            self.warn(error)
+            return False
+        self._backlog = []
+        return True
+
+    def warn(self, error: BaseException) -> None:
+        """Say once, in `warnings` and the log, that saving failed."""
+        text = f"the snapshot isn't being saved: {error}"
+        if text not in self.warnings:
+            self.warnings.append(text)
+            _log.warning("%s", text)
+
+    # -- arrays --------------------------------------------------------------------------------------------------------
+
+    def tick(self, session: Session, *, media: bool, phase_change: bool, settle: Callable[[], None]) -> None:
+        """Autosave if it is time. `settle` waits for the token in flight; it is only called when something is saved."""
+        if media:
+            if self._writer.full:
+                self._writer.wait()
+            self._save(session, settle)
+            return
+        now_s = time.monotonic()
+        due = now_s >= self._next_s and (
+            phase_change
+            or now_s >= self._next_s + self._policy.every_s
+            or session.sequence.num_fed >= self._next_position
+        )
+        if due and not self._writer.busy:
+            self._save(session, settle)
+
+    def _schedule(self, session: Session, cost_s: float) -> None:
+        # After a handover that took c seconds the next comes no sooner than c / max_share later.
+        self._next_s = time.monotonic() + cost_s / self._policy.max_share
+        self._next_position = session.sequence.num_fed + self._policy.every_tokens
+
+    def _save(self, session: Session, settle: Callable[[], None]) -> _Job | None:
+        began_s = time.perf_counter()
+        if self._writer.failed is not None:
+            self.warn(SnapshotError(self._writer.failed))
+            if self._writer.busy:
+                return None
+            self._restart = True
+        if not self._flush_backlog():
+            return None
+        settle()
+        if self._restart:
+            self._cache, self._media, self._keep = CacheExport(), {}, 0
+        job = self._job(session)
+        self._writer.submit(job)
+        self._restart = False
+        self._schedule(session, time.perf_counter() - began_s)
+        return job
+
+    def _job(self, session: Session) -> _Job:
+        new = [_NewFile("prep", arrays, meta) for arrays, meta in export_media(session.media, self._media)]
+        keep = min(self._keep, self._cache.position)
+        files, self._cache, restarted = export_cache(session.sequence, self._cache, keep)
+        new += [_NewFile(kind, arrays, meta) for kind, arrays, meta in files]
+        self._keep = session.sequence.num_fed
+        body = {
+            "cache": self._cache.to_json(),
+            "media": media_states(session.media),
+            "rope_delta": 0 if session.sequence.inputs is None else session.sequence.inputs.rope_delta,
+            "processors": session.processor_states(),
+            **environment(),
+        }
+        return _Job(new, 0 if restarted else keep, self._restart, body, self._store.pin())
+
+    def save(self, session: Session, settle: Callable[[], None]) -> None:
+        """Write everything now and wait until it is on the disk. Raises `SnapshotError` if it can't be."""
+        self._writer.wait()
+        job = self._save(session, settle)
+        self._writer.wait()
+        if job is not None and job.error is not None:
+            # An earlier job's failure may have been the reason (its files are missing): once more, from scratch.
+            job = self._save(session, settle)
+            self._writer.wait()
+        if job is None or job.error is not None:
+            reason = self._writer.failed or (self.warnings[-1] if self.warnings else "the journal can't be written")
+            raise SnapshotError(f"{self.path} isn't saved: {reason}")
+
+    def close(self) -> None:
+        """Wait for the writer, close the folder and let go of its lock."""
+        self._writer.close()
+        self._store.close()

@@ -1,0 +1,342 @@
+"""One reply end to end: media, prompt, prefill, decode, and the one place where `Cancelled` becomes the last event."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from mlxgen.cancellation import Cancelled, CancelToken
+from mlxgen.decode import TokenIterator
+from mlxgen.errors import ContextLengthError
+from mlxgen.events import Event, Finished, FinishReason, InputProgress, PrefillProgress, Token, TopLogprob, Usage
+from mlxgen.history import Reply, token_record
+from mlxgen.models.memory import wired_limit
+from mlxgen.models.model import Model
+from mlxgen.options import ReplyOptions
+from mlxgen.prefill import MIN_STEP_SIZE, plan_prefill, step_size_for_latency
+from mlxgen.preparation import encode_medium, prepare_medium, prepared_input, require_vision, shared_prefix
+from mlxgen.sequence import Sampled
+from mlxgen.textstream import TextStream
+
+if TYPE_CHECKING:
+    from mlxgen.session import Session
+
+_log = logging.getLogger(__name__)
+
+_Finish = dict[str, Any]  # the data of a `finish` record
+
+
+@dataclass(slots=True)
+class Work:
+    """What this run did, counted where it is done; becomes `Usage`."""
+
+    started_s: float
+    prefilled_tokens: int = 0
+    prefill_s: float = 0.0
+    generated_tokens: int = 0
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    images_prepared: int = 0
+    images_encoded: int = 0
+    frames_prepared: int = 0
+    frames_encoded: int = 0
+
+    def count(self, event: InputProgress) -> None:
+        name = f"{event.kind}s_{event.phase}d"
+        setattr(self, name, getattr(self, name) + 1)
+
+
+class ReplyRun:
+    """Takes the open reply of a session from wherever it stands to its next end. Lives for one call; the session
+    survives.
+
+    On every way out (a stop, the end, an error, a consumer that leaves) the token in flight is waited for and put into
+    the sequence, so that the ledger is true; then the session is free for the next call. Saving comes after the last
+    event.
+    """
+
+    def __init__(self, session: Session, options: ReplyOptions, cancel: CancelToken) -> None:
+        reply = session.history.reply
+        assert reply is not None
+        self._session = session
+        self._reply: Reply = reply
+        self._options = options
+        self._cancel = cancel
+        self._work = Work(time.perf_counter())
+        self._reused_tokens = 0
+        self._text: TextStream | None = None
+        self._carry = ""
+        self._iterator: TokenIterator | None = None
+
+    def events(self) -> Iterator[Event]:
+        """The events of the run; the last one is `Finished` unless an error is raised."""
+        session = self._session
+        try:
+            self._text, self._carry = rebuild_text(session.model, self._reply)
+            with wired_limit(session.model):
+                try:
+                    finish = yield from self._phases()
+                except Cancelled as stop:
+                    finish = {"reason": "cancelled", "cancel_reason": stop.reason}
+                self._settle()
+                session.record("finish", finish)
+            yield self.finished()
+        finally:
+            self._settle()
+            session.run_ended()
+
+    def _settle(self) -> None:
+        iterator, self._iterator = self._iterator, None
+        if iterator is None:
+            return
+        try:
+            iterator.settle()
+        except Exception:
+            # The sequence knows that it is torn and repairs itself before its next pass. What the consumer must see
+            # is the error (or the stop) that brought us here.
+            _log.debug("the token in flight was lost", exc_info=True)
+
+    def _phases(self) -> Generator[Event, None, _Finish]:
+        yield from self._media()
+        if self._reply.start is None:
+            self._lay_out()
+        prompt_s = time.perf_counter()
+        yield from self._prefill()
+        self._work.prefill_s = time.perf_counter() - prompt_s
+        return (yield from self._decode())
+
+    # -- media -----------------------------------------------------------------------------------------------------
+
+    def _media(self) -> Iterator[InputProgress]:
+        session = self._session
+        indices = session.media_in_use()
+        for index in indices:
+            medium = session.media[index]
+            if not medium.prepared:
+                vision = require_vision(session.model)
+                for event in prepare_medium(vision, session.media_part(index), medium, cancel=self._cancel):
+                    session.check_source(index)
+                    self._work.count(event)
+                    session.unit_done("media")
+                    yield event
+        for index in indices:
+            medium = session.media[index]
+            if not medium.encoded:
+                vision = require_vision(session.model)
+                for event in encode_medium(vision, medium, cancel=self._cancel):
+                    self._work.count(event)
+                    session.unit_done("media")
+                    yield event
+
+    # -- prompt ----------------------------------------------------------------------------------------------------
+
+    def _lay_out(self) -> None:
+        """Compute the prompt's ids, go back to what they share with the ledger, and record the rest."""
+        session, sequence = self._session, self._session.sequence
+        sequence.repair()
+        target = session.prompt_ids()
+        limit = session.model.context_length
+        if limit is not None and len(target) > limit and session.options.cache.max_kv_size is None:
+            raise ContextLengthError(
+                f"the prompt has {len(target)} tokens and the model's context {limit}; shorten it, or bound the cache "
+                "with max_kv_size (older tokens are then forgotten)"
+            )
+        inputs = prepared_input(session.model, target, [session.media[index] for index in session.media_in_use()])
+        keep = shared_prefix(sequence.ledger, sequence.inputs, target, inputs)
+        # At least one token must be fed: its logits are where the reply begins.
+        keep = sequence.rewind(min(keep, len(target) - 1))
+        sequence.ids[keep:] = target[keep:]
+        sequence.inputs = inputs
+        step_size = None if session.options.max_stop_latency_s is not None else session.options.prefill_step_size
+        session.record("prompt", {"keep": keep, "ids": target[keep:], "step_size": step_size})
+
+    # -- prefill ---------------------------------------------------------------------------------------------------
+
+    def _prefill(self) -> Iterator[PrefillProgress]:
+        session, sequence, reply = self._session, self._session.sequence, self._reply
+        total = reply.num_prompt_tokens
+        self._reused_tokens = min(sequence.num_fed, total)
+        if reply.tokens:
+            return
+        yield PrefillProgress(sequence.num_fed, total)
+        if reply.step_size is None:
+            yield from self._probe(total)
+        atomic = () if sequence.inputs is None else sequence.inputs.atomic
+        step_size = reply.step_size or session.options.prefill_step_size
+        for end in plan_prefill(sequence.num_fed, len(sequence.ids) - 1, step_size, atomic).ends:
+            yield from self._feed(end, total)
+
+    def _probe(self, total: int) -> Iterator[PrefillProgress]:
+        """Feed one small chunk, measure it, and choose the chunk size for `max_stop_latency_s` from that."""
+        session, sequence = self._session, self._session.sequence
+        latency = session.options.max_stop_latency_s
+        assert latency is not None
+        atomic = () if sequence.inputs is None else sequence.inputs.atomic
+        ends = plan_prefill(sequence.num_fed, len(sequence.ids) - 1, 4 * MIN_STEP_SIZE, atomic).ends
+        # The first pass of a process also compiles kernels: the second chunk is the one that tells.
+        for end in ends[:2]:
+            start, began_s = sequence.num_fed, time.perf_counter()
+            yield from self._feed(end, total)
+            elapsed_s = time.perf_counter() - began_s
+        if ends:
+            size = step_size_for_latency(
+                sequence.num_fed - start, elapsed_s, latency, session.options.prefill_step_size
+            )
+            session.record("plan", {"step_size": size})
+
+    def _feed(self, end: int, total: int) -> Iterator[PrefillProgress]:
+        session, sequence = self._session, self._session.sequence
+        self._cancel.checkpoint()
+        start = sequence.num_fed
+        sequence.feed(end)
+        session.record("pass", [start, end - start])
+        self._work.prefilled_tokens += end - start
+        session.unit_done("chunk")
+        yield PrefillProgress(end, total)
+
+    # -- decode ----------------------------------------------------------------------------------------------------
+
+    def _decode(self) -> Generator[Event, None, _Finish]:
+        session, sequence, reply = self._session, self._session.sequence, self._reply
+        limit = self._limit()
+        stop_ids = self._stop_ids()
+        fed_before = sequence.num_fed
+        iterator = self._iterator = TokenIterator(
+            sequence,
+            options=self._options.decode_options(limit),
+            step=len(reply.tokens),
+            step_size=reply.step_size or session.options.prefill_step_size,
+            cancel=self._cancel,
+        )
+        while limit is None or len(reply.tokens) < limit:
+            sampled = next(iterator)
+            if not reply.tokens and fed_before < reply.num_prompt_tokens:
+                self._work.prefilled_tokens += 1
+                yield PrefillProgress(reply.num_prompt_tokens, reply.num_prompt_tokens)
+            session.append(token_record(sampled))
+            event, finish = self._show(sampled, stop_ids, limit)
+            session.unit_done("token", iterator.settle)
+            yield event
+            if finish is not None:
+                return finish
+        return {"reason": "length"}
+
+    def _limit(self) -> int | None:
+        """Tokens at which the reply ends by length: what was asked, or where the model's context is full."""
+        limit, context = self._reply.limit, self._session.model.context_length
+        if context is None or self._session.options.cache.max_kv_size is not None:
+            return limit
+        room = max(context - self._reply.num_prompt_tokens, 0)
+        if limit is None or room < limit:
+            _log.info("the reply may have %d tokens: the model's context of %d is then full", room, context)
+            return room
+        return limit
+
+    def _stop_ids(self) -> frozenset[int]:
+        own = frozenset(self._options.stop_token_ids)
+        return own if self._options.ignore_eos else own | self._session.model.eos_token_ids
+
+    def _show(self, sampled: Sampled, stop_ids: frozenset[int], limit: int | None) -> tuple[Token, _Finish | None]:
+        """The event of a token that was recorded, and how the reply ends if it ends with it."""
+        session, reply, text = self._session, self._reply, self._text
+        assert text is not None
+        now_s = time.perf_counter()
+        self._work.generated_tokens += 1
+        if self._work.first_token_s is None:
+            self._work.first_token_s = now_s
+        self._work.last_token_s = now_s
+        count = len(reply.tokens)
+        finish: _Finish | None = None
+        if sampled.id in stop_ids:
+            session.record("mark", [count, "silent"])
+            session.record("mark", [count, "flush"])
+            shown = text.flush()
+            finish = {"reason": "stop", "stop_token": sampled.id}
+        else:
+            step = text.feed(sampled.id)
+            shown = step.text
+            if step.stop_hit is not None:
+                finish = {"reason": "stop", "stop_string": step.stop_hit}
+            elif limit is not None and count >= limit:
+                session.record("mark", [count, "flush"])
+                shown += text.flush()
+                finish = {"reason": "length"}
+        shown = self._carried() + shown
+        top = None if sampled.top is None else tuple(TopLogprob(id=i, logprob=v) for i, v in sampled.top)
+        return Token(count - 1, sampled.id, shown, sampled.logprob, top), finish
+
+    def _carried(self) -> str:
+        """Text that a continued reply lets go of (it was withheld by a stop string); travels with the next token."""
+        carried, self._carry = self._carry, ""
+        return carried
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def finished(self) -> Finished:
+        """The last event: what `finish` in the history says, with the whole text and what this run did."""
+        return finished_event(self._reply, self._text, self._usage())
+
+    def _usage(self) -> Usage:
+        work, reply = self._work, self._reply
+        to_first_s = None if work.first_token_s is None else work.first_token_s - work.started_s
+        decode_s = 0.0
+        if work.first_token_s is not None and work.last_token_s is not None:
+            decode_s = work.last_token_s - work.first_token_s
+        return Usage(
+            prompt_tokens=reply.num_prompt_tokens,
+            prefilled_tokens=work.prefilled_tokens,
+            reused_tokens=self._reused_tokens,
+            generated_tokens=work.generated_tokens,
+            prompt_tps=work.prefilled_tokens / work.prefill_s if work.prefill_s > 0 else 0.0,
+            generation_tps=(work.generated_tokens - 1) / decode_s if decode_s > 0 else 0.0,
+            time_to_first_token_s=to_first_s,
+            peak_memory_bytes=mx.get_peak_memory(),
+            images_prepared=work.images_prepared,
+            images_encoded=work.images_encoded,
+            frames_prepared=work.frames_prepared,
+            frames_encoded=work.frames_encoded,
+        )
+
+
+def finished_event(reply: Reply, text: TextStream | None, usage: Usage) -> Finished:
+    """The `Finished` of a reply as its history has it."""
+    finish = reply.finish or {"reason": "cancelled", "cancel_reason": None}
+    reason: FinishReason = finish["reason"]
+    return Finished(
+        finish_reason=reason,
+        cancel_reason=finish.get("cancel_reason"),
+        text="" if text is None else text.text,
+        usage=usage,
+        stop_string=finish.get("stop_string"),
+        stop_token=finish.get("stop_token"),
+    )
+
+
+def rebuild_text(model: Model, reply: Reply) -> tuple[TextStream, str]:
+    """The text stream of a reply as its tokens and marks say, and what of its text no token event has carried yet.
+
+    The latter is text that was let go after the last token, by going on after a stop string.
+    """
+    stream = TextStream(model.tokenizer, reply.first_stops)
+    silent = {count for count, kind, _ in reply.marks if kind == "silent"}
+    marks = list(reversed(reply.marks))
+    carried = ""
+    for count in range(len(reply.tokens) + 1):
+        while marks and marks[-1][0] == count:
+            _, kind, detail = marks.pop()
+            if kind == "flush":
+                stream.flush()  # travelled with the token before it
+            elif kind == "release":
+                carried += stream.release()
+            elif kind == "stops":
+                carried += stream.change_stops(tuple(detail))
+        if count < len(reply.tokens):
+            carried = ""
+            if count + 1 not in silent:
+                stream.feed(reply.tokens[count].id)
+    return stream, carried

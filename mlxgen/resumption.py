@@ -1,0 +1,243 @@
+"""Open a snapshot and rebuild the session that wrote it, at exactly the place where it stopped."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlxgen.cancellation import NEVER, CancelToken
+from mlxgen.decode import TokenIterator
+from mlxgen.errors import MlxgenError, ModelLoadError, NotResumableError, SnapshotError
+from mlxgen.history import History
+from mlxgen.models.fingerprint import Fingerprint
+from mlxgen.models.hub import LoadProgress
+from mlxgen.models.load import LoadOptions, load
+from mlxgen.models.model import Model
+from mlxgen.options import ReplyOptions, SessionOptions
+from mlxgen.persist import AutosavePolicy, Keeper
+from mlxgen.preparation import prepared_input
+from mlxgen.sampling import LogitsProcessor, is_resumable
+from mlxgen.session import Session
+from mlxgen.snapshot.export import CacheExport, environment
+from mlxgen.snapshot.restore import cut_cache, restore_cache, restore_media
+from mlxgen.snapshot.store import SnapshotStore
+from mlxgen.tokenizer import token_ids_checked
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeOptions:
+    """`model` to use instead of loading the recorded one (it must be the same); `processors` as the reply had them."""
+
+    model: Model | None = None
+    processors: tuple[LogitsProcessor, ...] = ()
+    policy: AutosavePolicy = AutosavePolicy()
+    on_progress: Callable[[LoadProgress], None] | None = None
+
+
+def resume(
+    path: str | os.PathLike[str], *, options: ResumeOptions = ResumeOptions(), cancel: CancelToken = NEVER
+) -> Session:
+    """The session of a snapshot, with everything that was done; `continue_()` or `stream()` goes on from there.
+
+    The session keeps saving to the same snapshot and holds its lock until `close`. A damaged newest generation falls
+    back to the one before, or to replaying the journal; what happened is in `session.notes`. Raises `SnapshotError`
+    (`SnapshotLockedError` when another process has it), `ModelLoadError`, `NotResumableError`; `Cancelled` leaves the
+    snapshot as it was.
+    """
+    store = SnapshotStore.open(path)
+    keeper: Keeper | None = None
+    try:
+        history = History.replay(store.records)
+        if not history.session:
+            raise SnapshotError(f"{store.path} was given up before its session began; nothing is in it, remove it")
+        model = options.model if options.model is not None else _load_model(history, options, cancel)
+        _check_model(history, model, store)
+        _check_ids(history, model)
+        session = Session._restored(model, SessionOptions.from_json(history.session["options"]), history)
+        reply = history.reply
+        if reply is not None and not reply.finished:
+            session._reply_options = ReplyOptions.from_json(reply.options, options.processors)
+        adopted = _restore(store, session, options, cancel)
+        keeper = Keeper(store, options.policy, files=adopted.files)
+        keeper.adopt(session, adopted.cache, adopted.media)
+        session._attach(keeper)
+        session.notes = tuple(store.notes) + _environment_notes(store)
+        return session
+    except BaseException:
+        if keeper is not None:
+            keeper.close()
+        else:
+            store.close()
+        raise
+
+
+def _load_model(history: History, options: ResumeOptions, cancel: CancelToken) -> Model:
+    source, name = history.model.get("source"), history.model.get("name")
+    if name is None:
+        raise SnapshotError("the snapshot doesn't say which model it is of; pass the model")
+    adapter = history.model.get("adapter")
+    chosen = source if source is not None and os.path.isdir(source) else name
+    try:
+        return load(chosen, options=LoadOptions(adapter_path=adapter), on_progress=options.on_progress, cancel=cancel)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"the snapshot needs the model {name!r}: {error}") from error
+
+
+def _check_model(history: History, model: Model, store: SnapshotStore) -> None:
+    if not history.model:
+        return
+    saved = Fingerprint(history.model["digest"], history.model["parts"])
+    found = model.fingerprint
+    if saved.digest != found.digest:
+        names = ", ".join(saved.differences(found)) or "everything"
+        raise SnapshotError(
+            f"{store.path} was made with another model than {model.name} ({names} differ); "
+            f"pass the model it was made with: {history.model['name']}"
+        )
+
+
+def _check_ids(history: History, model: Model) -> None:
+    try:
+        token_ids_checked(history.ids, model.vocab_size)
+    except MlxgenError as error:
+        raise SnapshotError(f"the journal has token ids that this model doesn't have ({error})") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Adopted:
+    files: list[Any]
+    cache: CacheExport
+    media: dict[int, tuple[int, int]]
+
+
+def _restore(store: SnapshotStore, session: Session, options: ResumeOptions, cancel: CancelToken) -> _Adopted:
+    """Arrays from the newest generation that can be read; then the passes that came after it, again."""
+    adopted = _Adopted([], CacheExport(), {})
+    while store.manifest is not None:
+        try:
+            adopted = _restore_generation(store, session, cancel)
+            break
+        except SnapshotError as error:
+            _log.info("falling back: %s", error)
+            session.sequence = type(session.sequence)(session.model, session.options.cache)
+            store.fall_back(str(error))
+    known = len(session.media)
+    for source in session.history.media[known:]:
+        session.media.append(_unprepared(source.kind, source.name))
+    _replay(store, session, adopted.cache, options, cancel)
+    return adopted
+
+
+def _unprepared(kind: str, name: str) -> Any:
+    from mlxgen.inputs import PreparedMedium
+
+    return PreparedMedium(kind="image" if kind == "image" else "video", source_name=name)
+
+
+def _restore_generation(store: SnapshotStore, session: Session, cancel: CancelToken) -> _Adopted:
+    manifest = store.manifest
+    assert manifest is not None
+    try:
+        state = CacheExport.from_json(manifest.body["cache"])
+        states = list(manifest.body["media"])
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise SnapshotError(f"{store.path}: generation {manifest.generation} is malformed ({error})") from error
+    media = restore_media(store, states, cancel=cancel)
+    if len(media) > len(session.history.media):
+        raise SnapshotError(f"{store.path}: the manifest has {len(media)} media, the journal fewer")
+    restore_cache(store, session.sequence, state, cancel=cancel)
+    session.media = media
+    counts = {index: (len(medium.frames), len(medium.features)) for index, medium in enumerate(media)}
+    return _Adopted(list(manifest.files), state, counts)
+
+
+def _replay(
+    store: SnapshotStore, session: Session, state: CacheExport, options: ResumeOptions, cancel: CancelToken
+) -> None:
+    """From the restored cache to the journal's end: cut what was rewound since, feed again what was fed since."""
+    history, sequence = session.history, session.sequence
+    num_pinned = 0 if store.manifest is None else store.manifest.pin.num_records
+    since = history.records[num_pinned:]
+    sequence.num_fed = state.position
+    sequence.passes.entries = list(state.passes)
+    keeps = [int(record.data["keep"]) for record in since if record.type == "prompt"]
+    if keeps and not cut_cache(sequence, min(keeps)):
+        sequence.reset()
+    sequence.ids = list(history.ids)
+    used = [session.media[index] for index in session.media_in_use()]
+    if history.reply is not None and history.reply.start is not None and all(m.prepared and m.encoded for m in used):
+        sequence.inputs = prepared_input(session.model, sequence.ids, used)
+    unchanged = not keeps and not any(record.type == "tok" for record in since)
+    if unchanged and state.pending is not None and sequence.num_fed == len(sequence.ids):
+        sequence.ahead = state.pending
+    processors = () if session._reply_options is None else session._reply_options.processors
+    if processors:
+        _replay_sampling(store, session, state, processors, cancel)
+        return
+    for kind, start, count in history.passes.entries:
+        end = start + count
+        if end <= sequence.num_fed:
+            continue
+        if kind == "prefill":
+            cancel.checkpoint()
+            sequence.feed(min(end, len(sequence.ids)))
+            continue
+        while sequence.num_fed < end:
+            cancel.checkpoint()
+            sequence.feed_one()
+
+
+def _replay_sampling(
+    store: SnapshotStore,
+    session: Session,
+    state: CacheExport,
+    processors: Sequence[LogitsProcessor],
+    cancel: CancelToken,
+) -> None:
+    """With custom processors, sample the replayed tokens again: that brings the processors to where they were."""
+    sequence, reply, options = session.sequence, session.history.reply, session._reply_options
+    assert options is not None
+    states = [] if store.manifest is None else store.manifest.body.get("processors", [])
+    for processor, saved in zip(processors, states, strict=False):
+        if is_resumable(processor):
+            processor.restore(saved)
+    if reply is None or reply.start is None:
+        return
+    known = list(sequence.ids)
+    sampled_before = max(state.num_ids, reply.start)
+    if sequence.num_fed < reply.start - 1 or sampled_before > len(known):
+        return
+    sequence.ids = known[:sampled_before]
+    sequence.ahead = state.pending if sequence.num_fed == sampled_before else None
+    iterator = TokenIterator(
+        sequence, options=options.decode_options(None), step=sampled_before - reply.start, cancel=cancel
+    )
+    while len(sequence.ids) < len(known):
+        token = next(iterator)
+        if token.id != known[len(sequence.ids) - 1]:
+            raise NotResumableError(
+                "a custom logits processor gave another token on replay than before the stop: "
+                "its state() isn't complete"
+            )
+    iterator.settle()
+
+
+def _environment_notes(store: SnapshotStore) -> tuple[str, ...]:
+    if store.manifest is None:
+        return ()
+    now, then = environment(), store.manifest.body
+    changed = [
+        f"{name} {version} (now {now['versions'][name]})"
+        for name, version in then.get("versions", {}).items()
+        if now["versions"].get(name) != version
+    ]
+    if then.get("device") != now["device"]:
+        changed.append(f"device {then.get('device')} (now {now['device']})")
+    if not changed:
+        return ()
+    return (f"the snapshot was written with {', '.join(changed)}: going on may not be bit-exact",)

@@ -1,0 +1,483 @@
+"""A conversation with one model: add a turn, stream the reply, stop it anywhere, go on or ask something else."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from mlxgen.cancellation import NEVER, CancelToken
+from mlxgen.errors import InvalidValueError, MediaError, SessionBusyError, SnapshotError
+from mlxgen.events import Event, Finished, Usage
+from mlxgen.history import History, MediumSource, Reply, Turn
+from mlxgen.inputs import PreparedMedium
+from mlxgen.models.model import Model
+from mlxgen.options import ReplyOptions, SessionOptions
+from mlxgen.owner import last_event, stream_from_owner
+from mlxgen.persist import AutosavePolicy, Keeper
+from mlxgen.preparation import Conversation, chat_ids, chat_message, hash_file, raw_ids, require_vision
+from mlxgen.reply import ReplyRun, finished_event, rebuild_text
+from mlxgen.request import ImagePart, MediaPart, Part
+from mlxgen.sampling import is_resumable
+from mlxgen.sequence import TokenSequence
+from mlxgen.snapshot.store import Record, SnapshotStore
+
+DEFAULT_REPLY = ReplyOptions()
+
+
+class Session:
+    """One conversation. Independent of every other on the same model (no request state lives on the model).
+
+    Owned by one consumer; used by one thread at a time (a call that finds another thread inside raises
+    `SessionBusyError`). At every moment between two events the session is whole: its ledger, caches and text agree,
+    and after any stop, error or abandoned loop the next call goes on from there. What survives the process is what
+    `save` or autosave wrote.
+    """
+
+    def __init__(self, model: Model, *, system: str | None = None, options: SessionOptions = SessionOptions()) -> None:
+        options.validate()
+        self.model = model
+        self.options = options
+        self.history = History()
+        self.media: list[PreparedMedium] = []
+        self.sequence = TokenSequence(model, options.cache)
+        self._sources: list[MediaPart | None] = []
+        self._reply_options: ReplyOptions | None = None
+        self._keeper: Keeper | None = None
+        self._active: Iterator[Event] | None = None
+        self.notes: tuple[str, ...] = ()
+        self.record("session", {"options": options.to_json(), "created": datetime.now().isoformat(timespec="seconds")})
+        if system is not None:
+            if options.raw:
+                raise InvalidValueError("a raw session has no chat template, so it can't have a system prompt")
+            self.record("turn", {"role": "system", "parts": [_checked_text(system)]})
+
+    @classmethod
+    def _restored(cls, model: Model, options: SessionOptions, history: History) -> Session:
+        """A session around a replayed history; the caller restores sequence and media."""
+        session = cls(model, options=options)
+        session.history = history
+        session._sources = [None] * len(history.media)
+        return session
+
+    # -- what it knows -----------------------------------------------------------------------------------------------
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        return tuple(self.history.turns)
+
+    @property
+    def ledger(self) -> list[int]:
+        """The token ids in the cache, in order."""
+        return self.sequence.ledger
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a reply was begun and has neither ended by itself nor been followed by another turn."""
+        reply = self.history.reply
+        return reply is not None and not reply.finished
+
+    @property
+    def position(self) -> int:
+        """How many tokens the current (or last) reply has."""
+        reply = self.history.reply
+        return 0 if reply is None else len(reply.tokens)
+
+    @property
+    def reply_text(self) -> str:
+        """What the user has seen of the current (or last) reply."""
+        reply = self.history.reply
+        return "" if reply is None else rebuild_text(self.model, reply)[0].text
+
+    @property
+    def last_finished(self) -> Finished | None:
+        """The last event of the last reply if it has ended by itself, for showing it again; computes nothing."""
+        reply = self.history.reply
+        if reply is None or not reply.finished:
+            return None
+        return finished_event(reply, rebuild_text(self.model, reply)[0], Usage(prompt_tokens=reply.num_prompt_tokens))
+
+    @property
+    def snapshot_path(self) -> Path | None:
+        return None if self._keeper is None else self._keeper.path
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What went wrong while autosaving (a full disk, for instance), each said once. The generation goes on."""
+        return () if self._keeper is None else tuple(self._keeper.warnings)
+
+    # -- turns ----------------------------------------------------------------------------------------------------
+
+    def add(self, prompt: str | Sequence[Part], *, role: str = "user") -> None:
+        """Add a turn without asking for a reply yet; text and media in reading order."""
+        parts: tuple[Part, ...] = (prompt,) if isinstance(prompt, str) else tuple(prompt)
+        if role not in ("user", "system", "tool"):
+            raise InvalidValueError(f"role {role!r}; give user, system or tool (the model's turns come from stream())")
+        self._close_active()
+        for part in parts:
+            if isinstance(part, str):
+                _checked_text(part)
+            else:
+                require_vision(self.model)
+        data: list[str | dict[str, int]] = []
+        for part in parts:
+            if isinstance(part, str):
+                data.append(part)
+            else:
+                data.append({"medium": self._add_medium(part)})
+        self.record("turn", {"role": role, "parts": data})
+
+    def undo(self) -> None:
+        """Take back the last user turn and the reply to it, if there is one. Tokens in the cache are reused later."""
+        self._close_active()
+        turns = self.history.turns
+        last = max((i for i, turn in enumerate(turns) if turn.role == "user"), default=None)
+        if last is None:
+            raise InvalidValueError("there is no turn to take back")
+        self.record("undo", {"turns": len(turns) - last})
+
+    # -- replies ----------------------------------------------------------------------------------------------------
+
+    def stream(
+        self,
+        prompt: str | Sequence[Part] | None = None,
+        *,
+        reply: ReplyOptions = DEFAULT_REPLY,
+        cancel: CancelToken = NEVER,
+    ) -> Iterator[Event]:
+        """Add `prompt` as the user's turn (None: reply to the turns there are) and stream the model's reply.
+
+        The first event comes after the turn was added; an invalid option raises before that and changes nothing. A
+        token that is already cancelled runs nothing: the turn stays and the only event is `Finished`.
+        """
+        reply.validate(self.model.vocab_size)
+        if self._keeper is not None:
+            reply.decode_options(None).require_resumable()
+        self._close_active()
+        if prompt is not None:
+            self.add(prompt)
+        if not any(turn.role == "user" for turn in self.history.turns):
+            raise InvalidValueError("there is nothing to reply to: add a user turn first")
+        last = self.history.reply
+        if last is not None and last.tokens:
+            raise InvalidValueError("the conversation ends with a reply: continue_() it, or give the next prompt")
+        return self._start(reply, continued=False, limit=reply.max_tokens, cancel=cancel)
+
+    def continue_(self, *, reply: ReplyOptions | None = None, cancel: CancelToken = NEVER) -> Iterator[Event]:
+        """Go on with the same reply, wherever it was stopped: in the media, the prompt or the text.
+
+        After a cancelled run the reply gets the tokens it still lacks; after one that ended by itself (max_tokens, a
+        stop string), or with options given here, `max_tokens` more. Text that a stop string withheld appears now.
+        """
+        self._close_active()
+        current = self.history.reply
+        if current is None:
+            raise InvalidValueError("there is no reply to go on with; use stream() for a new one")
+        if reply is None:
+            reply = self.reply_options(current)
+            limit = current.limit
+            if current.finished and reply.max_tokens is not None:
+                limit = len(current.tokens) + reply.max_tokens
+        else:
+            reply.validate(self.model.vocab_size)
+            limit = None if reply.max_tokens is None else len(current.tokens) + reply.max_tokens
+        return self._start(reply, continued=True, limit=limit, cancel=cancel)
+
+    def send(
+        self,
+        prompt: str | Sequence[Part] | None = None,
+        *,
+        reply: ReplyOptions = DEFAULT_REPLY,
+        cancel: CancelToken = NEVER,
+    ) -> Finished:
+        """Like `stream`, but wait for the end and return the last event (its `text` is the whole reply)."""
+        return last_event(self.stream(prompt, reply=reply, cancel=cancel))
+
+    async def astream(
+        self,
+        prompt: str | Sequence[Part] | None = None,
+        *,
+        reply: ReplyOptions = DEFAULT_REPLY,
+        cancel: CancelToken = NEVER,
+    ) -> AsyncIterator[Event]:
+        """`stream` for asyncio: the work runs on the model's own thread, events arrive in the task's loop.
+
+        Cancelling the task cancels the work and *waits* for the unit in flight; nothing runs on after this returns.
+        """
+        async for event in stream_from_owner(
+            self.model, lambda token: self.stream(prompt, reply=reply, cancel=token), cancel=cancel
+        ):
+            yield event
+
+    def _start(
+        self, reply: ReplyOptions, *, continued: bool, limit: int | None, cancel: CancelToken
+    ) -> Iterator[Event]:
+        sampling = reply.sampling if reply.sampling.greedy else reply.sampling.with_seed()
+        reply = replace(reply, sampling=sampling)
+        current = self.history.reply
+        if continued and current is not None:
+            self._let_go(current, reply)
+        self.record("reply", {"continued": continued, "options": reply.to_json(), "limit": limit})
+        self._reply_options = reply
+        self._active = events = ReplyRun(self, reply, cancel).events()
+        return events
+
+    def _let_go(self, current: Reply, reply: ReplyOptions) -> None:
+        """Mark that a reply goes on after a stop string, or with other stop strings: text may be let go of."""
+        count = len(current.tokens)
+        if current.finish is not None and current.finish.get("stop_string") is not None:
+            stream, _ = rebuild_text(self.model, current)
+            while stream.stop_hit is not None:
+                stream.release()
+                self.record("mark", [count, "release"])
+        if list(reply.stop) != list(current.options["stop"]):
+            self.record("mark", [count, "stops", list(reply.stop)])
+
+    def reply_options(self, reply: Reply) -> ReplyOptions:
+        """The options a reply was (last) run with; custom processors are those this session was given."""
+        processors = () if self._reply_options is None else self._reply_options.processors
+        return ReplyOptions.from_json(reply.options, processors)
+
+    # -- saving ----------------------------------------------------------------------------------------------------
+
+    def autosave(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        policy: AutosavePolicy = AutosavePolicy(),
+    ) -> Path:
+        """Keep a snapshot at `path` from now on: every token's record at once, arrays every few seconds. Its absolute
+        path.
+
+        Holds the snapshot's lock until `close`. Raises `SnapshotError` when there is something at `path` already.
+        """
+        if self._keeper is not None:
+            raise InvalidValueError(f"this session is being saved to {self._keeper.path} already; close() it first")
+        self._close_active()
+        if self._reply_options is not None and self.unfinished:
+            self._reply_options.decode_options(None).require_resumable()
+        keeper = self._new_keeper(path, overwrite, policy)
+        self._attach(keeper)
+        return keeper.path
+
+    def save(self, path: str | os.PathLike[str] | None = None, *, overwrite: bool = False) -> Path:
+        """Write a complete snapshot and wait until it is on the disk; its absolute path.
+
+        Without `path` (or with the autosave's own) only what is new is written. With another path a separate snapshot
+        is made, and let go of again. Raises `SnapshotError`; the session goes on either way.
+        """
+        self._close_active()
+        if self._keeper is not None and (path is None or Path(os.path.abspath(path)) == self._keeper.path):
+            self._keeper.save(self, _nothing)
+            return self._keeper.path
+        if path is None:
+            raise InvalidValueError("save() needs a path: this session isn't being saved anywhere yet")
+        if self._reply_options is not None and self.unfinished:
+            self._reply_options.decode_options(None).require_resumable()
+        keeper = self._new_keeper(path, overwrite, AutosavePolicy())
+        try:
+            keeper.save(self, _nothing)
+        finally:
+            keeper.close()
+        return keeper.path
+
+    def _new_keeper(self, path: str | os.PathLike[str], overwrite: bool, policy: AutosavePolicy) -> Keeper:
+        if not self.history.model:
+            self.append(Record("model", model_record(self.model)))
+        store = SnapshotStore.create(path, overwrite=overwrite)
+        keeper = Keeper(store, policy)
+        try:
+            keeper.append_all(self.history.records)
+        except BaseException:
+            keeper.close()
+            raise
+        return keeper
+
+    def _attach(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+        # A session that is dropped without close() must not keep the lock (and a thread) for the process's life.
+        self._finalizer = weakref.finalize(self, keeper.close)
+
+    def close(self) -> None:
+        """Stop a reply that is still open, save what autosave hasn't yet, and let go of the snapshot. Idempotent."""
+        self._close_active()
+        keeper, self._keeper = self._keeper, None
+        if keeper is None:
+            return
+        try:
+            self._save_quietly(keeper)
+        finally:
+            self._finalizer()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _save_quietly(self, keeper: Keeper) -> None:
+        try:
+            keeper.save(self, _nothing)
+        except SnapshotError as error:
+            keeper.warn(error)
+
+    # -- for the run in progress ---------------------------------------------------------------------------------------
+
+    def record(self, type_: str, data: Any) -> None:
+        """Change the history by one record, and write it to the journal if there is one."""
+        self.append(Record(type_, data))
+
+    def append(self, record: Record) -> None:
+        self.history.apply(record)
+        if self._keeper is not None:
+            self._keeper.append(record)
+
+    def unit_done(self, kind: str, settle: Callable[[], None] | None = None) -> None:
+        """One unit was committed ("media", "chunk" or "token"): the moment for an autosave."""
+        if self._keeper is not None:
+            self._keeper.tick(self, media=kind == "media", phase_change=kind == "chunk", settle=settle or _nothing)
+
+    def run_ended(self) -> None:
+        """The run has settled. Saving comes here: after the last event, so that it doesn't delay it."""
+        self._active = None
+        if self._keeper is not None:
+            self._save_quietly(self._keeper)
+
+    def processor_states(self) -> list[Any]:
+        options = self._reply_options
+        if options is None or not self.unfinished:
+            return []
+        return [processor.state() for processor in options.processors if is_resumable(processor)]
+
+    def _close_active(self) -> None:
+        active = self._active
+        if active is None:
+            return
+        try:
+            active.close()  # type: ignore[attr-defined]
+        except ValueError as error:
+            raise SessionBusyError(
+                "another thread is in the middle of this session's reply; cancel its token and wait for its last event"
+            ) from error
+        self._active = None
+
+    # -- media ----------------------------------------------------------------------------------------------------
+
+    def _add_medium(self, part: MediaPart) -> int:
+        kind = "image" if isinstance(part, ImagePart) else "video"
+        path = os.path.abspath(part.source) if _is_path(part.source) else None
+        name = path if path is not None else f"<{type(part.source).__name__}>"
+        source_hash = hash_file(path) if path is not None and os.path.isfile(path) else ""
+        self.record(
+            "medium",
+            {"kind": kind, "name": name, "path": path, "source_hash": source_hash, "options": asdict(part.options)},
+        )
+        self._sources.append(part)
+        self.media.append(PreparedMedium(kind="image" if kind == "image" else "video", source_name=name))
+        return len(self.media) - 1
+
+    def media_in_use(self) -> list[int]:
+        """Indices of the media of the turns there are now, in reading order."""
+        return [part for turn in self.history.turns for part in turn.parts if isinstance(part, int)]
+
+    def media_part(self, index: int) -> MediaPart:
+        """Where medium `index` is read from. Raises `MediaError` when it was in memory of a process that is gone."""
+        part = self._sources[index]
+        if part is not None:
+            return part
+        source: MediumSource = self.history.media[index]
+        if source.path is None:
+            raise MediaError(
+                f"medium {index + 1} ({source.name}) was passed in memory and not prepared before the stop, so it is "
+                "gone; undo() the turn and pass it again"
+            )
+        return source.part()
+
+    def check_source(self, index: int) -> None:
+        """A medium must be prepared from the content it had when the turn was added."""
+        wanted, medium = self.history.media[index].source_hash, self.media[index]
+        if wanted and medium.source_hash and wanted != medium.source_hash:
+            name = self.history.media[index].name
+            self.media[index] = PreparedMedium(kind=medium.kind, source_name=medium.source_name)
+            raise MediaError(
+                f"{name} has changed since it was added to the conversation; undo() the turn and add it again"
+            )
+
+    # -- the prompt ----------------------------------------------------------------------------------------------------
+
+    def prompt_ids(self) -> list[int]:
+        """The ids of the whole conversation up to where the open reply begins; earlier replies keep their own ids."""
+        media = [self.media[index] for index in self.media_in_use()]
+        if self.options.raw:
+            return self._raw_prompt(media)
+        messages: list[dict[str, Any]] = []
+        reply_ids: dict[int, list[int]] = {}
+        for turn in self.history.turns:
+            if turn.reply is None:
+                parts = [part if isinstance(part, str) else self._part_of(part) for part in turn.parts]
+                messages.append(chat_message(self.model, turn.role, parts))
+            elif turn.reply.tokens:
+                ids = turn.reply.ids
+                # The token that ended the turn is the template's to write.
+                if turn.reply.finish and ids[-1] in self.model.eos_token_ids:
+                    ids = ids[:-1]
+                reply_ids[len(messages)] = ids
+                messages.append(chat_message(self.model, "assistant", [self.model.tokenizer.decode(ids)]))
+        created = datetime.fromisoformat(self.history.session["created"])
+        conversation = Conversation(messages, reply_ids, self.options.template_options, created)
+        return chat_ids(self.model, conversation, media)
+
+    def _part_of(self, index: int) -> MediaPart:
+        source = self.history.media[index]
+        return source.part()
+
+    def _raw_prompt(self, media: Sequence[PreparedMedium]) -> list[int]:
+        ids: list[int] = []
+        remaining = list(media)
+        for turn in self.history.turns:
+            if turn.reply is not None:
+                ids += turn.reply.ids
+            else:
+                count = sum(1 for part in turn.parts if isinstance(part, int))
+                own, remaining = remaining[:count], remaining[count:]
+                ids += raw_ids(self.model, turn.text, own, first=not ids)
+        if not ids:
+            raise InvalidValueError("the prompt is empty; give at least one token")
+        return ids
+
+
+def model_record(model: Model) -> dict[str, Any]:
+    """What a snapshot says about its model: how to find it again, and how to know that it is the same."""
+    found = model.fingerprint
+    return {
+        "name": model.name,
+        "source": None if model.path is None else str(model.path),
+        "adapter": None if model.adapter_path is None else str(model.adapter_path),
+        "digest": found.digest,
+        "parts": dict(found.parts),
+    }
+
+
+def _nothing() -> None:
+    return None
+
+
+def _is_path(source: Any) -> bool:
+    if isinstance(source, os.PathLike):
+        return True
+    return isinstance(source, str) and not source.startswith(("data:", "http://", "https://")) and len(source) < 4096
+
+
+def _checked_text(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidValueError(
+            f"the text has a lone surrogate at character {error.start}; it was read with the wrong encoding"
+        ) from error
+    return text
