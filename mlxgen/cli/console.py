@@ -54,13 +54,14 @@ class Console:
     def note(self, text: str) -> None:
         """One line for the user, left out with `quiet`."""
         if not self.quiet:
-            self._say(text)
+            self.tell(text)
 
     def important(self, text: str) -> None:
         """One line that `quiet` doesn't leave out: a warning, an error, the command that resumes."""
-        self._say(f"mlxgen: {text}")
+        self.tell(f"mlxgen: {text}")
 
-    def _say(self, text: str) -> None:
+    def tell(self, text: str) -> None:
+        """One line on standard error that the user asked for."""
         self.clear_bar()
         self.end_line()
         self._to_errors(f"{_one_line(text)}\n")

@@ -14,22 +14,21 @@ from mlxgen.cli.output import Output
 from mlxgen.cli.run import Resumer, closing, exit_code, make_output, never_started, saved, show_run, tell_stopped
 from mlxgen.cli.settings import check_new_snapshot, load_model, prompt_text, reply_options, session_options
 from mlxgen.errors import SnapshotError
-from mlxgen.options import ReplyOptions, SessionOptions
+from mlxgen.options import ReplyOptions
 from mlxgen.request import Part
 from mlxgen.session import Session
 
 
 def run(args: argparse.Namespace, console: Console, cancel: CancelToken) -> int:
-    """Everything that can be checked without the model is; then load, start the snapshot, and stream."""
-    options, reply = session_options(args), reply_options(args)
-    parts: list[Part] = [*media_parts(args), prompt_text(args)]
+    """Check what can be checked without the model; then load, start the snapshot, and stream."""
+    reply, parts = reply_options(args), prompt_parts(args)
     if args.snapshot is not None:
         check_new_snapshot(args.snapshot, overwrite=args.overwrite)
     else:
         cached.make_room()
     output = make_output(console, as_json=args.json)
     try:
-        session = _new_session(args, options, parts, console, cancel)
+        session = new_session(args, parts, console, cancel)
     except Cancelled as stop:
         finished = never_started(stop.reason)
         output.event(finished)
@@ -40,9 +39,14 @@ def run(args: argparse.Namespace, console: Console, cancel: CancelToken) -> int:
         return _reply(session, args, reply, output, console, cancel)
 
 
-def _new_session(
-    args: argparse.Namespace, options: SessionOptions, parts: list[Part], console: Console, cancel: CancelToken
-) -> Session:
+def prompt_parts(args: argparse.Namespace) -> list[Part]:
+    """The user's turn: pictures and video, then the text."""
+    return [*media_parts(args), prompt_text(args)]
+
+
+def new_session(args: argparse.Namespace, parts: list[Part], console: Console, cancel: CancelToken) -> Session:
+    """A session on the loaded model with the user's turn in it."""
+    options = session_options(args)
     model = load_model(args, console, cancel)
     session = Session(model, system=args.system, options=options)
     session.add(parts)

@@ -67,7 +67,7 @@ class Parser(argparse.ArgumentParser):
         return f"examples:\n{self.examples}\n\n{help_text}" if self.examples else help_text
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"mlxgen: error: {message} (see {self.prog} -h)\n")
+        self.exit(2, f"mlxgen: error: {message} (see: {self.prog} -h)\n")
 
 
 def build_parser() -> Parser:
@@ -121,12 +121,14 @@ def _resume(parser: Parser) -> None:
 
 
 def _chat(parser: Parser) -> None:
-    _model_flags(parser)
+    _model_flags(parser, default=None)
     parser.add_argument("--system", "--system-prompt", metavar="TEXT", help="system prompt")
     _media_limits(parser)
     _sampling_flags(parser, DEFAULT_CHAT_TOKENS)
     _session_flags(parser, raw=False)
-    parser.add_argument("--resume", metavar="PATH", help="go on with this conversation")
+    parser.add_argument(
+        "--resume", metavar="PATH", help="go on with this conversation, with its model and its cache settings"
+    )
     _snapshot_flags(parser, "where the conversation is kept (default: in the cache folder)")
     parser.add_argument("--quiet", action="store_true", help="no progress, no statistics")
 
@@ -166,9 +168,8 @@ def _doctor(parser: Parser) -> None:
 
 def _model_flags(parser: Parser, *, default: str | None = DEFAULT_MODEL) -> None:
     group = parser.add_argument_group("model")
-    shown = f" (default: {default})" if default else ""
     group.add_argument(
-        "--model", default=default, metavar="MODEL", help=f"folder, name on the hub, or {DEFAULT_MODEL}{shown}"
+        "--model", default=default, metavar="MODEL", help=f"folder, name on the hub, or {DEFAULT_MODEL} (built in)"
     )
     group.add_argument("--revision", metavar="REV", help="branch, tag or commit on the hub")
     group.add_argument("--adapter-path", metavar="FOLDER", help="LoRA adapter")

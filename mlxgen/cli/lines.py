@@ -1,0 +1,119 @@
+"""The chat's input: lines from a terminal, with editing and history, or from a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from mlxgen.cli.console import Console
+from mlxgen.errors import InvalidValueError, MlxgenError
+from mlxgen.models.cachedir import make_cache_folder
+
+_PROMPT = "> "
+_MAX_HISTORY = 1000
+_REASONS = {signal.SIGTERM: "terminate", signal.SIGHUP: "hangup"}
+
+
+class Interrupted(BaseException):
+    """The user, or a signal, wants to leave while a line is awaited. Not an `Exception`: nothing may eat it."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Lines:
+    """Used on the main thread. The history (0600, in the cache folder) is written at `close`."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout is not None
+        self._readline: Any = None
+        self._history: Path | None = None
+        if self._terminal:
+            self._load_history()
+
+    def next(self) -> str | None:
+        """The next line without its newline; None at the end.
+
+        Raises `Interrupted` after a second Ctrl-C in a row, and for SIGTERM and SIGHUP; `InvalidValueError` for a line
+        that isn't UTF-8.
+        """
+        interrupts = 0
+        while True:
+            try:
+                with _raising_signals():
+                    return self._read()
+            except KeyboardInterrupt:
+                interrupts += 1
+                if interrupts > 1 or not self._terminal:
+                    raise Interrupted("interrupt") from None
+                self._console.end_line()
+                self._console.important("Ctrl-C again leaves, and so does Ctrl-D")
+
+    def _read(self) -> str | None:
+        if sys.stdin is None:
+            return None
+        if self._terminal:
+            try:
+                return input(_PROMPT)
+            except EOFError:
+                self._console.write("\n")
+                return None
+            except UnicodeDecodeError:
+                raise InvalidValueError("that line isn't valid text in the terminal's encoding") from None
+        data = sys.stdin.buffer.readline()
+        if not data:
+            return None
+        try:
+            return data.decode("utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise InvalidValueError(
+                f"a line on standard input is not UTF-8 (byte {data[error.start]:#04x} at position {error.start}); "
+                "it was left out"
+            ) from None
+
+    # -- history -------------------------------------------------------------------------------------------------------
+
+    def _load_history(self) -> None:
+        try:
+            import readline
+
+            self._history = make_cache_folder() / "chat_history"
+        except (ImportError, MlxgenError):
+            return
+        self._readline = readline
+        readline.set_history_length(_MAX_HISTORY)
+        with contextlib.suppress(OSError):
+            readline.read_history_file(self._history)
+
+    def close(self) -> None:
+        if self._readline is None or self._history is None:
+            return
+        with contextlib.suppress(OSError):
+            os.close(os.open(self._history, os.O_WRONLY | os.O_CREAT, 0o600))
+            self._readline.write_history_file(self._history)
+            os.chmod(self._history, 0o600)
+
+
+@contextlib.contextmanager
+def _raising_signals() -> Iterator[None]:
+    """While a line is awaited, a signal must end the waiting: a handler that only takes note would leave it blocked."""
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        raise Interrupted(_REASONS[signal.Signals(signum)])
+
+    former: dict[int, Any] = {signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler)}
+    try:
+        for signum in (signal.SIGTERM, signal.SIGHUP):
+            former[signum] = signal.signal(signum, leave)
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
