@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlxgen.errors import UnsupportedError
 from mlxgen.inputs import Features
 from mlxgen_vision.checkpoint import Weights
 from mlxgen_vision.towers.qwen_vit import (
@@ -49,8 +50,11 @@ class Qwen25VLVisionConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Qwen25VLVisionConfig:
-        """From a `vision_config`; what older ones leave out is what the published 3B, 7B and 72B models share."""
-        return cls(
+        """From a `vision_config`; what older ones leave out is what the published 3B, 7B and 72B models share.
+
+        Raises `UnsupportedError` if a window holds no merge block.
+        """
+        made = cls(
             depth=int(config.get("depth", 32)),
             hidden_size=int(config.get("hidden_size", 1280)),
             num_heads=int(config.get("num_heads", 16)),
@@ -65,6 +69,17 @@ class Qwen25VLVisionConfig:
             theta=float((config.get("rope_parameters") or {}).get("rope_theta", 10000.0)),
             hidden_act=str(config.get("hidden_act", "silu")),
         )
+        if made.window_side < 1:
+            block = made.patch_size * made.merge_size
+            raise UnsupportedError(
+                f"window_size is {made.window_size} pixels; at least one merge block, {block}, is needed"
+            )
+        return made
+
+    @property
+    def window_side(self) -> int:
+        """A window's rows and columns in patches: whole merge blocks, truncated as the reference does."""
+        return self.window_size // self.merge_size // self.patch_size * self.merge_size
 
 
 def window_members(coordinates: np.ndarray[Any, Any], side: int) -> list[list[int]]:
@@ -135,8 +150,7 @@ class Qwen25VLTower(nn.Module):  # type: ignore[misc]
         config = self._config
         coordinates = patch_coordinates(rows, columns, config.merge_size)
         rotation = GridRotation.of(coordinates, config.hidden_size // config.num_heads, config.theta)
-        # A window of whole merge blocks: the division is the reference's, and truncates where the sizes don't divide.
-        side = config.window_size // config.merge_size // config.patch_size * config.merge_size
+        side = config.window_side
         windows = Windows.of(window_members(coordinates, side))
         per_block = [None if number in config.full_attention else windows for number in range(config.depth)]
         mlp_weights = 3 * config.hidden_size * config.mlp_size
