@@ -36,6 +36,7 @@ class Reply:
     finish: dict[str, Any] | None = None
     num_prompt_tokens: int = 0
     step_size: int | None = None
+    reply_ranges: tuple[tuple[int, int], ...] = ()  # where earlier replies stand in its prompt, if it has media
 
     @property
     def finished(self) -> bool:
@@ -157,6 +158,7 @@ class History:
         reply.start = len(self.ids)
         reply.num_prompt_tokens = len(self.ids)
         reply.step_size = data.get("step_size")
+        reply.reply_ranges = tuple((int(start), int(end)) for start, end in data.get("replies", ()))
 
     def _plan(self, data: Mapping[str, Any]) -> None:
         self._open_reply().step_size = int(data["step_size"])

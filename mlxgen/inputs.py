@@ -23,6 +23,15 @@ MediaKind = Literal["image", "video"]
 Features = dict[str, "mx.array"]
 
 
+class TemplateText(str):
+    """A text part of a turn that counts as the chat template's own text, not as the user's: placeholders in it are real.
+
+    For a family whose published template doesn't write a placeholder that its models were trained with.
+    """
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class MediaSpan:
     """Half-open `[start, end)` of placeholder tokens that stand for rows `[row_start, row_end)` of one medium's

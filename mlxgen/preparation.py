@@ -23,7 +23,7 @@ from mlxgen.events import InputProgress
 from mlxgen.inputs import Features, PreparedInput, PreparedMedium, VisionModel
 from mlxgen.models.model import Model
 from mlxgen.request import ImagePart, MediaPart, Message
-from mlxgen.tokenizer import ChatTokenizer
+from mlxgen.tokenizer import ChatTokenizer, Piece, ReplyPiece
 
 _FEATURE_STORE_BYTES = 512 * 2**20
 
@@ -131,14 +131,30 @@ def _encode_part(vision: VisionModel, medium: PreparedMedium, part: int, cancel:
     return features
 
 
-def prepared_input(model: Model, token_ids: list[int], media: Sequence[PreparedMedium]) -> PreparedInput | None:
-    """The prepared input for a whole sequence of ids, or None where there are no media (plain text needs none)."""
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The ids of a whole conversation, and the half-open ranges of them that are the model's own earlier replies."""
+
+    ids: list[int]
+    reply_ranges: tuple[tuple[int, int], ...] = ()
+
+    def without_replies(self) -> list[int]:
+        """The ids with -1 where a reply is: a placeholder token that a model happened to say stands for no picture."""
+        masked = list(self.ids)
+        for start, end in self.reply_ranges:
+            masked[start:end] = [-1] * (end - start)
+        return masked
+
+
+def prepared_input(model: Model, prompt: Prompt, media: Sequence[PreparedMedium]) -> PreparedInput | None:
+    """The prepared input for a whole prompt, or None where there are no media (plain text needs none)."""
     if not media:
         return None
     vision = require_vision(model)
-    spans = vision.locate(token_ids, media)
-    position_ids, rope_delta = vision.positions(token_ids, media, spans)
-    return PreparedInput(token_ids, list(media), spans, position_ids, rope_delta, vision.atomic(spans))
+    given = prompt.without_replies()
+    spans = vision.locate(given, media)
+    position_ids, rope_delta = vision.positions(given, media, spans)
+    return PreparedInput(prompt.ids, list(media), spans, position_ids, rope_delta, vision.atomic(spans))
 
 
 def shared_prefix(
@@ -211,17 +227,16 @@ def prepare(
                 pass
     except Cancelled as stop:
         raise Cancelled(stop.reason, PreparedInput([], media)) from None
-    ids = prompt_ids(request, media)
-    return prepared_input(request.model, ids, media) or PreparedInput(ids)
+    prompt = _fresh_prompt(request, media)
+    return prepared_input(request.model, prompt, media) or PreparedInput(prompt.ids)
 
 
-def prompt_ids(request: PrepareRequest, media: Sequence[PreparedMedium]) -> list[int]:
-    """The ids of a fresh prompt, placeholders expanded."""
+def _fresh_prompt(request: PrepareRequest, media: Sequence[PreparedMedium]) -> Prompt:
     model = request.model
     if request.raw:
-        return raw_ids(model, "".join(message.text for message in request.messages), media)
+        return Prompt(raw_ids(model, "".join(message.text for message in request.messages), media))
     messages = [chat_message(model, message.role, message.parts) for message in request.messages]
-    return chat_ids(model, Conversation(messages, {}, request.template_options), media)
+    return chat_prompt(model, Conversation(messages, {}, request.template_options), media)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +257,7 @@ def chat_message(model: Model, role: str, parts: Sequence[Any]) -> dict[str, Any
     return {"role": role, "content": "".join(part for part in parts if isinstance(part, str))}
 
 
-def chat_ids(model: Model, conversation: Conversation, media: Sequence[PreparedMedium]) -> list[int]:
+def chat_prompt(model: Model, conversation: Conversation, media: Sequence[PreparedMedium]) -> Prompt:
     """A conversation to ids, with every placeholder of the template's own text expanded to its medium's tokens."""
     chat = ChatTokenizer(model.tokenizer)
     vision = model.vision
@@ -258,7 +273,23 @@ def chat_ids(model: Model, conversation: Conversation, media: Sequence[PreparedM
         expand=None if vision is None else expand,
         now=conversation.now,
     )
-    return chat.encode(pieces, conversation.reply_ids, add_bos_if_missing=vision is not None)
+    ids = chat.encode(pieces, conversation.reply_ids, add_bos_if_missing=vision is not None)
+    return Prompt(ids, _reply_ranges(chat, pieces, conversation.reply_ids, ids) if media else ())
+
+
+def _reply_ranges(
+    chat: ChatTokenizer, pieces: Sequence[Piece], reply_ids: Mapping[int, Sequence[int]], ids: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    """Where the verbatim replies stand: behind the ids of everything before them."""
+    ranges: list[tuple[int, int]] = []
+    for piece in pieces:
+        if isinstance(piece, ReplyPiece) and piece.rewritten is None and reply_ids.get(piece.turn_index):
+            own = reply_ids[piece.turn_index]
+            before = chat.encode(pieces[: pieces.index(piece)], reply_ids, add_bos_if_missing=True)
+            start = len(before)
+            if list(ids[start : start + len(own)]) == list(own):
+                ranges.append((start, start + len(own)))
+    return tuple(ranges)
 
 
 # Between two stretches of template text while they are expanded together: no tokenizer or template has it.

@@ -102,7 +102,9 @@ class ReplyRun:
             _log.debug("the token in flight was lost", exc_info=True)
 
     def _phases(self) -> Generator[Event, None, _Finish]:
-        yield from self._media()
+        for event in media_events(self._session, self._cancel):
+            self._work.count(event)
+            yield event
         if self._reply.start is None:
             self._lay_out()
         prompt_s = time.perf_counter()
@@ -110,50 +112,31 @@ class ReplyRun:
         self._work.prefill_s = time.perf_counter() - prompt_s
         return (yield from self._decode())
 
-    # -- media -----------------------------------------------------------------------------------------------------
-
-    def _media(self) -> Iterator[InputProgress]:
-        session = self._session
-        indices = session.media_in_use()
-        for index in indices:
-            medium = session.media[index]
-            if not medium.prepared:
-                vision = require_vision(session.model)
-                for event in prepare_medium(vision, session.media_part(index), medium, cancel=self._cancel):
-                    session.check_source(index)
-                    self._work.count(event)
-                    session.unit_done("media")
-                    yield event
-        for index in indices:
-            medium = session.media[index]
-            if not medium.encoded:
-                vision = require_vision(session.model)
-                for event in encode_medium(vision, medium, cancel=self._cancel):
-                    self._work.count(event)
-                    session.unit_done("media")
-                    yield event
-
     # -- prompt ----------------------------------------------------------------------------------------------------
 
     def _lay_out(self) -> None:
         """Compute the prompt's ids, go back to what they share with the ledger, and record the rest."""
         session, sequence = self._session, self._session.sequence
         sequence.repair()
-        target = session.prompt_ids()
+        prompt = session.prompt()
+        target = prompt.ids
         limit = session.model.context_length
         if limit is not None and len(target) > limit and session.options.cache.max_kv_size is None:
             raise ContextLengthError(
                 f"the prompt has {len(target)} tokens and the model's context {limit}; shorten it, or bound the cache "
                 "with max_kv_size (older tokens are then forgotten)"
             )
-        inputs = prepared_input(session.model, target, [session.media[index] for index in session.media_in_use()])
+        inputs = prepared_input(session.model, prompt, [session.media[index] for index in session.media_in_use()])
         keep = shared_prefix(sequence.ledger, sequence.inputs, target, inputs)
         # At least one token must be fed: its logits are where the reply begins.
         keep = sequence.rewind(min(keep, len(target) - 1))
         sequence.ids[keep:] = target[keep:]
         sequence.inputs = inputs
         step_size = None if session.options.max_stop_latency_s is not None else session.options.prefill_step_size
-        session.record("prompt", {"keep": keep, "ids": target[keep:], "step_size": step_size})
+        data = {"keep": keep, "ids": target[keep:], "step_size": step_size}
+        if inputs is not None:
+            data["replies"] = [list(pair) for pair in prompt.reply_ranges]
+        session.record("prompt", data)
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 
@@ -301,6 +284,26 @@ class ReplyRun:
             frames_prepared=work.frames_prepared,
             frames_encoded=work.frames_encoded,
         )
+
+
+def media_events(session: Session, cancel: CancelToken) -> Iterator[InputProgress]:
+    """Prepare and encode what isn't yet of the media in the conversation; everything finished is kept at each event."""
+    indices = session.media_in_use()
+    for index in indices:
+        medium = session.media[index]
+        if not medium.prepared:
+            vision = require_vision(session.model)
+            for event in prepare_medium(vision, session.media_part(index), medium, cancel=cancel):
+                session.check_source(index)
+                session.unit_done("media")
+                yield event
+    for index in indices:
+        medium = session.media[index]
+        if not medium.encoded:
+            vision = require_vision(session.model)
+            for event in encode_medium(vision, medium, cancel=cancel):
+                session.unit_done("media")
+                yield event
 
 
 def finished_event(reply: Reply, text: TextStream | None, usage: Usage) -> Finished:

@@ -18,7 +18,7 @@ from mlxgen.models.load import LoadOptions, load
 from mlxgen.models.model import Model
 from mlxgen.options import ReplyOptions, SessionOptions
 from mlxgen.persist import AutosavePolicy, Keeper
-from mlxgen.preparation import prepared_input
+from mlxgen.preparation import Prompt, prepared_input
 from mlxgen.sampling import LogitsProcessor, is_resumable
 from mlxgen.session import Session
 from mlxgen.snapshot.export import CacheExport, environment
@@ -171,7 +171,8 @@ def _replay(
     sequence.ids = list(history.ids)
     used = [session.media[index] for index in session.media_in_use()]
     if history.reply is not None and history.reply.start is not None and all(m.prepared and m.encoded for m in used):
-        sequence.inputs = prepared_input(session.model, sequence.ids, used)
+        prompt = Prompt(sequence.ids[: history.reply.start], history.reply.reply_ranges)
+        sequence.inputs = prepared_input(session.model, prompt, used)
     unchanged = not keeps and not any(record.type == "tok" for record in since)
     if unchanged and state.pending is not None and sequence.num_fed == len(sequence.ids):
         sequence.ahead = state.pending

@@ -12,15 +12,15 @@ from typing import Any
 
 from mlxgen.cancellation import NEVER, CancelToken
 from mlxgen.errors import InvalidValueError, MediaError, SessionBusyError, SnapshotError
-from mlxgen.events import Event, Finished, Usage
+from mlxgen.events import Event, Finished, InputProgress, Usage
 from mlxgen.history import History, MediumSource, Reply, Turn
 from mlxgen.inputs import PreparedMedium
 from mlxgen.models.model import Model
 from mlxgen.options import ReplyOptions, SessionOptions
 from mlxgen.owner import last_event, stream_from_owner
 from mlxgen.persist import AutosavePolicy, Keeper
-from mlxgen.preparation import Conversation, chat_ids, chat_message, hash_file, raw_ids, require_vision
-from mlxgen.reply import ReplyRun, finished_event, rebuild_text
+from mlxgen.preparation import Conversation, Prompt, chat_message, chat_prompt, hash_file, raw_ids, require_vision
+from mlxgen.reply import ReplyRun, finished_event, media_events, rebuild_text
 from mlxgen.request import ImagePart, MediaPart, Part
 from mlxgen.sampling import is_resumable
 from mlxgen.sequence import TokenSequence
@@ -48,7 +48,7 @@ class Session:
         self._sources: list[MediaPart | None] = []
         self._reply_options: ReplyOptions | None = None
         self._keeper: Keeper | None = None
-        self._active: Iterator[Event] | None = None
+        self._active: Iterator[Event] | Iterator[InputProgress] | None = None
         self.notes: tuple[str, ...] = ()
         self.record("session", {"options": options.to_json(), "created": datetime.now().isoformat(timespec="seconds")})
         if system is not None:
@@ -166,6 +166,21 @@ class Session:
         if last is not None and last.tokens:
             raise InvalidValueError("the conversation ends with a reply: continue_() it, or give the next prompt")
         return self._start(reply, continued=False, limit=reply.max_tokens, cancel=cancel)
+
+    def prepare_media(self, *, cancel: CancelToken = NEVER) -> Iterator[InputProgress]:
+        """Prepare and encode the media of the turns there are, without a reply (prepare tonight, generate tomorrow).
+
+        Raises `Cancelled` at a checkpoint; what was finished stays, here and in the snapshot, and a second call goes on.
+        """
+        self._close_active()
+        self._active = events = self._prepare_media(cancel)
+        return events
+
+    def _prepare_media(self, cancel: CancelToken) -> Iterator[InputProgress]:
+        try:
+            yield from media_events(self, cancel)
+        finally:
+            self.run_ended()
 
     def continue_(self, *, reply: ReplyOptions | None = None, cancel: CancelToken = NEVER) -> Iterator[Event]:
         """Go on with the same reply, wherever it was stopped: in the media, the prompt or the text.
@@ -410,7 +425,7 @@ class Session:
 
     # -- the prompt ----------------------------------------------------------------------------------------------------
 
-    def prompt_ids(self) -> list[int]:
+    def prompt(self) -> Prompt:
         """The ids of the whole conversation up to where the open reply begins; earlier replies keep their own ids."""
         media = [self.media[index] for index in self.media_in_use()]
         if self.options.raw:
@@ -430,17 +445,19 @@ class Session:
                 messages.append(chat_message(self.model, "assistant", [self.model.tokenizer.decode(ids)]))
         created = datetime.fromisoformat(self.history.session["created"])
         conversation = Conversation(messages, reply_ids, self.options.template_options, created)
-        return chat_ids(self.model, conversation, media)
+        return chat_prompt(self.model, conversation, media)
 
     def _part_of(self, index: int) -> MediaPart:
         source = self.history.media[index]
         return source.part()
 
-    def _raw_prompt(self, media: Sequence[PreparedMedium]) -> list[int]:
+    def _raw_prompt(self, media: Sequence[PreparedMedium]) -> Prompt:
         ids: list[int] = []
+        ranges: list[tuple[int, int]] = []
         remaining = list(media)
         for turn in self.history.turns:
             if turn.reply is not None:
+                ranges.append((len(ids), len(ids) + len(turn.reply.tokens)))
                 ids += turn.reply.ids
             else:
                 count = sum(1 for part in turn.parts if isinstance(part, int))
@@ -448,7 +465,7 @@ class Session:
                 ids += raw_ids(self.model, turn.text, own, first=not ids)
         if not ids:
             raise InvalidValueError("the prompt is empty; give at least one token")
-        return ids
+        return Prompt(ids, tuple(ranges))
 
 
 def model_record(model: Model) -> dict[str, Any]:

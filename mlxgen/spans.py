@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from mlxgen.errors import InvalidValueError, TemplateError
+from mlxgen.inputs import TemplateText
 from mlxgen.template import TemplateRefusal
 
 Conversation = list[dict[str, Any]]
@@ -99,7 +100,11 @@ def _slots(messages: Conversation) -> list[Slot]:
         if isinstance(content, str):
             slots.append(Slot(index, None, content, turn))
             continue
-        texts = [number for number, part in enumerate(content) if isinstance(part.get("text"), str)]
+        texts = [
+            number
+            for number, part in enumerate(content)
+            if isinstance(part.get("text"), str) and not isinstance(part["text"], TemplateText)
+        ]
         for number in texts:
             # The ids of a reply can't be divided among several parts.
             slots.append(Slot(index, number, content[number]["text"], turn if len(texts) == 1 else None))

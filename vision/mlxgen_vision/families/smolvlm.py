@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mlxgen.cancellation import NEVER, CancelToken
-from mlxgen.inputs import Features, MediaKind, PreparedMedium
+from mlxgen.inputs import Features, MediaKind, PreparedMedium, TemplateText
 from mlxgen.request import MediaPart, VideoPart
 from mlxgen_vision.families.idefics3 import Idefics3Model, Parts, check_tokens_per_tile, load_parts
 from mlxgen_vision.frames import ArrayReader, SequenceReader
@@ -87,7 +87,7 @@ class SmolVLMModel(Idefics3Model):
         content = template_parts(parts)
         if self._template_has_video:
             return content
-        return [{"type": "text", "text": VIDEO} if item["type"] == "video" else item for item in content]
+        return [{"type": "text", "text": TemplateText(VIDEO)} if item["type"] == "video" else item for item in content]
 
     def num_parts(self, medium: PreparedMedium) -> int:
         return len(medium.frames)
