@@ -25,7 +25,7 @@ _MAX_CELLS: Final = 1024
 def draw_preview(overview: Overview, target: Path) -> int:
     """Write the sheet (the format by the name's ending) and say how many pictures, frames and tiles are on it.
 
-    One file of the snapshot is in memory at a time. Raises `MediaError` when nothing was prepared yet or the sheet
+    A sheet has room for 1024; more than that are a `MediaError`. One file of the snapshot is in memory at a time. Raises `MediaError` when nothing was prepared yet or the sheet
     can't be written, `SnapshotError` for damaged files.
     """
     cells: list[tuple[str, Image.Image]] = []
@@ -35,8 +35,11 @@ def draw_preview(overview: Overview, target: Path) -> int:
         pictures = _pictures(array)
         for tile, pixels in enumerate(pictures):
             caption = name + (f" tile {tile}" if len(pictures) > 1 else "")
-            if len(cells) < _MAX_CELLS:
-                cells.append((f"{caption} {pixels.shape[1]}×{pixels.shape[0]}", _thumbnail(pixels)))
+            if len(cells) == _MAX_CELLS:
+                raise MediaError(
+                    f"{overview.path} has more than {_MAX_CELLS} pictures and frames: too many for a sheet"
+                )
+            cells.append((f"{caption} {pixels.shape[1]}×{pixels.shape[0]}", _thumbnail(pixels)))
     if not cells:
         raise MediaError(f"{overview.path} has no prepared pictures or frames to draw")
     try:
