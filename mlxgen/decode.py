@@ -141,7 +141,7 @@ class TokenIterator:
         self._penalties: PenaltyState | None = None
         self._history: mx.array | None = None
         self._stale = True
-        self._commit: tuple[int, _Ahead | None, int] | None = None
+        self._commit: tuple[Sampled, _Ahead | None, int] | None = None
         ahead = sequence.ahead
         self._ahead = None if ahead is None else _Ahead(mx.array([ahead.id], mx.uint32), host=ahead)
 
@@ -219,7 +219,7 @@ class TokenIterator:
             if (limit is None or self.step + 1 < limit) and not self.synchronous:
                 following = self._launch(ahead.token, self.step + 1)
             sampled = self._read(ahead)
-        self._commit = (sampled.id, following, len(sequence.ids))
+        self._commit = (sampled, following, len(sequence.ids))
         self._finish_commit()
         if self.step % _CLEAR_EVERY == 1:
             mx.clear_cache()
@@ -297,10 +297,11 @@ class TokenIterator:
         two."""
         if self._commit is None:
             return
-        token, following, length = self._commit
+        sampled, following, length = self._commit
         sequence = self.sequence
+        sequence.last = sampled
         if len(sequence.ids) == length:
-            sequence.ids.append(token)
+            sequence.ids.append(sampled.id)
         if following is not None and sequence.num_fed == length:
             sequence.committed()
         self._ahead = following

@@ -86,9 +86,9 @@ class History:
     turns: list[Turn] = field(default_factory=list)
     media: list[MediumSource] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
+    num_fed: int = 0  # how many of them are known to have been fed
     passes: PassLog = field(default_factory=PassLog)
     records: list[Record] = field(default_factory=list)
-    lowest_keep: int | None = None  # the smallest rewind since `start_watch()`
 
     @classmethod
     def replay(cls, records: Iterable[Record]) -> History:
@@ -153,7 +153,7 @@ class History:
         del self.ids[keep:]
         self.ids += [int(token) for token in data["ids"]]
         self.passes.trim(keep)
-        self.lowest_keep = keep if self.lowest_keep is None else min(self.lowest_keep, keep)
+        self.num_fed = keep
         reply = self._open_reply()
         reply.start = len(self.ids)
         reply.num_prompt_tokens = len(self.ids)
@@ -166,12 +166,14 @@ class History:
     def _pass(self, data: Any) -> None:
         start, count = data
         self.passes.prefill(int(start), int(count))
+        self.num_fed = int(start) + int(count)
 
     def _tok(self, data: Any) -> None:
         token, logprob, top = (list(data) + [None, None])[:3]
         tops = None if top is None else tuple((int(i), float(v)) for i, v in top)
         # That it was sampled says that the token before it had been fed.
         self.passes.decode(len(self.ids) - 1)
+        self.num_fed = len(self.ids)
         self.ids.append(int(token))
         self._open_reply().tokens.append(Sampled(int(token), None if logprob is None else float(logprob), tops))
 

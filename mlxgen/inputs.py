@@ -24,7 +24,7 @@ Features = dict[str, "mx.array"]
 
 
 class TemplateText(str):
-    """A text part of a turn that counts as the chat template's own text, not as the user's: placeholders in it are real.
+    """A text part of a turn that counts as the chat template's own text, not as the user's: its placeholders are real.
 
     For a family whose published template doesn't write a placeholder that its models were trained with.
     """

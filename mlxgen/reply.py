@@ -15,7 +15,7 @@ from mlxgen.decode import TokenIterator
 from mlxgen.errors import ContextLengthError
 from mlxgen.events import Event, Finished, FinishReason, InputProgress, PrefillProgress, Token, TopLogprob, Usage
 from mlxgen.history import Reply, token_record
-from mlxgen.models.memory import wired_limit
+from mlxgen.models.memory import RunSize, check_fits, estimate_run, wired_limit
 from mlxgen.models.model import Model
 from mlxgen.options import ReplyOptions
 from mlxgen.prefill import MIN_STEP_SIZE, plan_prefill, step_size_for_latency
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from mlxgen.session import Session
 
 _log = logging.getLogger(__name__)
+
+_MIN_TOKENS_TO_ESTIMATE = 2048
 
 _Finish = dict[str, Any]  # the data of a `finish` record
 
@@ -126,6 +128,7 @@ class ReplyRun:
                 f"the prompt has {len(target)} tokens and the model's context {limit}; shorten it, or bound the cache "
                 "with max_kv_size (older tokens are then forgotten)"
             )
+        self._check_memory(len(target))
         inputs = prepared_input(session.model, prompt, [session.media[index] for index in session.media_in_use()])
         keep = shared_prefix(sequence.ledger, sequence.inputs, target, inputs)
         # At least one token must be fed: its logits are where the reply begins.
@@ -137,6 +140,21 @@ class ReplyRun:
         if inputs is not None:
             data["replies"] = [list(pair) for pair in prompt.reply_ranges]
         session.record("prompt", data)
+
+    def _check_memory(self, num_tokens: int) -> None:
+        """Refuse what would freeze the machine, before anything is allocated; short runs aren't worth the estimate."""
+        session, limit = self._session, self._reply.limit
+        total = num_tokens + (limit or 0)
+        if total < _MIN_TOKENS_TO_ESTIMATE:
+            return
+        cache = session.options.cache
+        size = RunSize(
+            min(total, cache.max_kv_size or total),
+            session.options.prefill_step_size,
+            cache.kv_bits,
+            cache.kv_group_size,
+        )
+        check_fits(estimate_run(session.model, size), what=f"a run of {total} tokens ({num_tokens} of them prompt)")
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 
@@ -197,7 +215,7 @@ class ReplyRun:
             cancel=self._cancel,
         )
         while limit is None or len(reply.tokens) < limit:
-            sampled = next(iterator)
+            sampled = self._unrecorded() or next(iterator)
             if not reply.tokens and fed_before < reply.num_prompt_tokens:
                 self._work.prefilled_tokens += 1
                 yield PrefillProgress(reply.num_prompt_tokens, reply.num_prompt_tokens)
@@ -208,6 +226,11 @@ class ReplyRun:
             if finish is not None:
                 return finish
         return {"reason": "length"}
+
+    def _unrecorded(self) -> Sampled | None:
+        """The token that a KeyboardInterrupt in just the wrong place left in the sequence but not in the history."""
+        sequence, known = self._session.sequence, len(self._session.history.ids)
+        return sequence.last if len(sequence.ids) > known else None
 
     def _limit(self) -> int | None:
         """Tokens at which the reply ends by length: what was asked, or where the model's context is full."""

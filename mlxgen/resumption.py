@@ -166,7 +166,7 @@ def _replay(
     sequence.num_fed = state.position
     sequence.passes.entries = list(state.passes)
     keeps = [int(record.data["keep"]) for record in since if record.type == "prompt"]
-    if keeps and not cut_cache(sequence, min(keeps)):
+    if keeps and (min(keeps) == 0 or not cut_cache(sequence, min(keeps))):
         sequence.reset()
     sequence.ids = list(history.ids)
     used = [session.media[index] for index in session.media_in_use()]
@@ -180,17 +180,8 @@ def _replay(
     if processors:
         _replay_sampling(store, session, state, processors, cancel)
         return
-    for kind, start, count in history.passes.entries:
-        end = start + count
-        if end <= sequence.num_fed:
-            continue
-        if kind == "prefill":
-            cancel.checkpoint()
-            sequence.feed(min(end, len(sequence.ids)))
-            continue
-        while sequence.num_fed < end:
-            cancel.checkpoint()
-            sequence.feed_one()
+    if sequence.num_fed < history.num_fed:
+        sequence.replay(history.passes.entries, history.num_fed, cancel=cancel)
 
 
 def _replay_sampling(

@@ -17,6 +17,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from mlxgen.cache import CacheOptions, adapter_of, can_trim, leaves, make_cache, quantize_from, trim
+from mlxgen.cancellation import NEVER, CancelToken
 from mlxgen.errors import InvalidValueError
 from mlxgen.inputs import ForwardPass, PreparedInput
 from mlxgen.models.model import Model
@@ -98,6 +99,7 @@ class TokenSequence:
         self.ids: list[int] = list(ids)
         self.num_fed = num_fed
         self.ahead: Sampled | None = None
+        self.last: Sampled | None = None  # the token appended to `ids` last, with its log-probabilities
         self.inputs: PreparedInput | None = None
         self.passes = PassLog()
         self._torn: str | None = None
@@ -241,26 +243,44 @@ class TokenSequence:
         self._torn = None
         self.replay(entries, target)
 
-    def replay(self, entries: Sequence[tuple[str, int, int]], target: int) -> None:
-        """Run recorded passes over `ids` until the ledger ends at `target`.
+    def replay(self, entries: Sequence[tuple[str, int, int]], target: int, *, cancel: CancelToken = NEVER) -> None:
+        """Run recorded passes over `ids` until the ledger ends at `target`; what the cache holds already is passed over.
 
         Of a prefill pass that was trimmed later, the tokens behind the trim may be gone: any others do in their place,
         since rows behind a trim are never read and (image blocks are never trimmed inside) rows before it don't depend
-        on them.
+        on them. A stretch that no pass covers (its record was lost with a crash) is fed as one chunk.
         """
-        for kind, start, count in entries:
-            self._trim_to(start)
+        if target < self.num_fed:
+            raise InvalidValueError(
+                f"the cache holds {self.num_fed} tokens already, beyond the {target} to be replayed"
+            )
+        starts = [start for _, start, _ in entries[1:]] + [target]
+        for (kind, start, count), next_start in zip(entries, starts, strict=True):
+            end = min(start + count, next_start, target)
+            if end <= self.num_fed:
+                continue
+            if start > self.num_fed:
+                cancel.checkpoint()
+                self.feed(start)
             if kind == "decode":
-                for _ in range(count):
+                while self.num_fed < end:
+                    cancel.checkpoint()
                     self.feed_one()
             else:
-                known = len(self.ids)
-                self.ids += [0] * (start + count - known)
-                try:
-                    self.feed(start + count)
-                finally:
-                    del self.ids[known:]
-        self._trim_to(target)
+                cancel.checkpoint()
+                self._feed_trimmed(start + count, end)
+        if self.num_fed < target:
+            cancel.checkpoint()
+            self.feed(target)
+
+    def _feed_trimmed(self, pass_end: int, end: int) -> None:
+        known = len(self.ids)
+        self.ids += [0] * (pass_end - known)
+        try:
+            self.feed(pass_end)
+        finally:
+            del self.ids[known:]
+        self._trim_to(end)
 
     def _trim_to(self, position: int) -> None:
         if self.num_fed > position:

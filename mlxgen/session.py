@@ -360,7 +360,9 @@ class Session:
     def run_ended(self) -> None:
         """The run has settled. Saving comes here: after the last event, so that it doesn't delay it."""
         self._active = None
-        if self._keeper is not None:
+        # After an error inside a pass the cache isn't worth saving before it is repaired, which the next call does; the
+        # journal has everything.
+        if self._keeper is not None and not self.sequence.torn:
             self._save_quietly(self._keeper)
 
     def processor_states(self) -> list[Any]:

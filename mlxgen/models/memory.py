@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -196,7 +197,8 @@ def wired_limit(model: Model) -> Iterator[None]:
     """Let macOS keep the model's memory wired while the block runs; the former limit comes back at the end.
 
     Does nothing without a GPU. Running work is waited for before either change: MLX must not change the limit during
-    an evaluation. Only one thread at a time may be inside: the limit belongs to the process.
+    an evaluation. Blocks may overlap in any order (two replies read turn about): the limit belongs to the process, so
+    the first one in sets it and the last one out gives the former limit back.
     """
     recommended = _recommended_bytes()
     if recommended is None:
@@ -209,10 +211,28 @@ def wired_limit(model: Model) -> Iterator[None]:
             _gigabytes(model.num_bytes),
             _gigabytes(recommended),
         )
-    mx.synchronize()
-    former = mx.set_wired_limit(recommended)
+    with _wired.lock:
+        _wired.num_inside += 1
+        if _wired.num_inside == 1:
+            mx.synchronize()
+            _wired.former = mx.set_wired_limit(recommended)
     try:
         yield
     finally:
-        mx.synchronize()
-        mx.set_wired_limit(former)
+        with _wired.lock:
+            _wired.num_inside -= 1
+            if _wired.num_inside == 0:
+                mx.synchronize()
+                mx.set_wired_limit(_wired.former)
+
+
+class _Wired:
+    """How many replies are running in this process, and the limit there was before the first."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.num_inside = 0
+        self.former = 0
+
+
+_wired = _Wired()
