@@ -227,7 +227,7 @@ def hold_unbegun(path: Path) -> None:
             with SnapshotStore.open(path) as store:
                 assert (store.records, store.manifest) == ([], None)
         except SnapshotError as exc:
-            assert "begin again with overwrite" in str(exc)  # noqa: PT017 - either outcome is right
+            assert "begin again with overwrite" in str(exc)  # either outcome is right
     with SnapshotStore.create(path, overwrite=path.exists()) as store:
         assert (store.records, store.manifest, store.notes) == ([], None, [])
 
