@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# Anything a picture or a video can come from: a path, bytes, a binary file, a PIL image, a NumPy array, for a video also
-# a folder or a sequence of frames. Strings are a path, a data URI, base64, or (only where allowed) an http(s) URL.
+# Anything a picture or a video can come from: a path, bytes, a binary file, a PIL image, a NumPy array, for a video
+# also a folder or a sequence of frames. Strings are a path, a data URI, base64, or (only where allowed) an http(s) URL.
 MediaSource = Any
 
 
