@@ -244,7 +244,7 @@ class TokenSequence:
         self.replay(entries, target)
 
     def replay(self, entries: Sequence[tuple[str, int, int]], target: int, *, cancel: CancelToken = NEVER) -> None:
-        """Run recorded passes over `ids` until the ledger ends at `target`; what the cache holds already is passed over.
+        """Run recorded passes over `ids` until the ledger ends at `target`; what the cache has is left out.
 
         Of a prefill pass that was trimmed later, the tokens behind the trim may be gone: any others do in their place,
         since rows behind a trim are never read and (image blocks are never trimmed inside) rows before it don't depend

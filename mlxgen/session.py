@@ -170,7 +170,8 @@ class Session:
     def prepare_media(self, *, cancel: CancelToken = NEVER) -> Iterator[InputProgress]:
         """Prepare and encode the media of the turns there are, without a reply (prepare tonight, generate tomorrow).
 
-        Raises `Cancelled` at a checkpoint; what was finished stays, here and in the snapshot, and a second call goes on.
+        Raises `Cancelled` at a checkpoint; what was finished stays, here and in the snapshot, and a second call goes
+        on with the rest.
         """
         self._close_active()
         self._active = events = self._prepare_media(cancel)
