@@ -36,7 +36,6 @@ class Reply:
     finish: dict[str, Any] | None = None
     num_prompt_tokens: int = 0
     step_size: int | None = None
-    reply_ranges: tuple[tuple[int, int], ...] = ()  # where earlier replies stand in its prompt, if it has media
 
     @property
     def finished(self) -> bool:
@@ -76,6 +75,19 @@ class MediumSource:
         return make(self.path, self.options)
 
 
+@dataclass(frozen=True, slots=True)
+class MediaLayout:
+    """Which media stand in `History.ids`: those with indices `media` in its first `num_tokens` ids.
+
+    `replies` are the half-open ranges of these ids that are earlier replies (placeholders in them stand for nothing).
+    The media needn't be of the turns there are now: an undone turn stays in the cache until the next prompt.
+    """
+
+    media: tuple[int, ...]
+    num_tokens: int
+    replies: tuple[tuple[int, int], ...]
+
+
 @dataclass(slots=True)
 class History:
     """Everything a session knows that isn't an array. Owned by the session; survives every stop (it *is* the
@@ -89,6 +101,7 @@ class History:
     num_fed: int = 0  # how many of them are known to have been fed
     passes: PassLog = field(default_factory=PassLog)
     records: list[Record] = field(default_factory=list)
+    layout: MediaLayout | None = None  # None: there are no media in `ids`
 
     @classmethod
     def replay(cls, records: Iterable[Record]) -> History:
@@ -158,7 +171,9 @@ class History:
         reply.start = len(self.ids)
         reply.num_prompt_tokens = len(self.ids)
         reply.step_size = data.get("step_size")
-        reply.reply_ranges = tuple((int(start), int(end)) for start, end in data.get("replies", ()))
+        media = tuple(int(index) for index in data.get("media", ()))
+        replies = tuple((int(start), int(end)) for start, end in data.get("replies", ()))
+        self.layout = MediaLayout(media, len(self.ids), replies) if media else None
 
     def _plan(self, data: Mapping[str, Any]) -> None:
         self._open_reply().step_size = int(data["step_size"])

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 
@@ -21,10 +21,8 @@ from mlxgen.options import ReplyOptions
 from mlxgen.prefill import MIN_STEP_SIZE, plan_prefill, step_size_for_latency
 from mlxgen.preparation import encode_medium, prepare_medium, prepared_input, require_vision, shared_prefix
 from mlxgen.sequence import Sampled
+from mlxgen.state import SessionState
 from mlxgen.textstream import TextStream
-
-if TYPE_CHECKING:
-    from mlxgen.session import Session
 
 _log = logging.getLogger(__name__)
 
@@ -62,10 +60,10 @@ class ReplyRun:
     event.
     """
 
-    def __init__(self, session: Session, options: ReplyOptions, cancel: CancelToken) -> None:
-        reply = session.history.reply
+    def __init__(self, state: SessionState, options: ReplyOptions, cancel: CancelToken) -> None:
+        reply = state.history.reply
         assert reply is not None
-        self._session = session
+        self._state = state
         self._reply: Reply = reply
         self._options = options
         self._cancel = cancel
@@ -77,20 +75,19 @@ class ReplyRun:
 
     def events(self) -> Iterator[Event]:
         """The events of the run; the last one is `Finished` unless an error is raised."""
-        session = self._session
+        state = self._state
         try:
-            self._text, self._carry = rebuild_text(session.model, self._reply)
-            with wired_limit(session.model):
+            self._text, self._carry = rebuild_text(state.model, self._reply)
+            with wired_limit(state.model):
                 try:
                     finish = yield from self._phases()
                 except Cancelled as stop:
                     finish = {"reason": "cancelled", "cancel_reason": stop.reason}
                 self._settle()
-                session.record("finish", finish)
+                state.record("finish", finish)
             yield self.finished()
         finally:
             self._settle()
-            session.run_ended()
 
     def _settle(self) -> None:
         iterator, self._iterator = self._iterator, None
@@ -104,11 +101,13 @@ class ReplyRun:
             _log.debug("the token in flight was lost", exc_info=True)
 
     def _phases(self) -> Generator[Event, None, _Finish]:
-        for event in media_events(self._session, self._cancel):
+        state = self._state
+        for event in media_events(state, self._cancel):
             self._work.count(event)
             yield event
         if self._reply.start is None:
             self._lay_out()
+        state.catch_up(self._cancel)
         prompt_s = time.perf_counter()
         yield from self._prefill()
         self._work.prefill_s = time.perf_counter() - prompt_s
@@ -118,48 +117,50 @@ class ReplyRun:
 
     def _lay_out(self) -> None:
         """Compute the prompt's ids, go back to what they share with the ledger, and record the rest."""
-        session, sequence = self._session, self._session.sequence
+        state, sequence = self._state, self._state.sequence
         sequence.repair()
-        prompt = session.prompt()
+        prompt = state.prompt()
         target = prompt.ids
-        limit = session.model.context_length
-        if limit is not None and len(target) > limit and session.options.cache.max_kv_size is None:
+        limit = state.model.context_length
+        if limit is not None and len(target) > limit and state.options.cache.max_kv_size is None:
             raise ContextLengthError(
                 f"the prompt has {len(target)} tokens and the model's context {limit}; shorten it, or bound the cache "
                 "with max_kv_size (older tokens are then forgotten)"
             )
         self._check_memory(len(target))
-        inputs = prepared_input(session.model, prompt, [session.media[index] for index in session.media_in_use()])
+        inputs = prepared_input(state.model, prompt, [state.media[index] for index in state.media_in_use()])
         keep = shared_prefix(sequence.ledger, sequence.inputs, target, inputs)
         # At least one token must be fed: its logits are where the reply begins.
         keep = sequence.rewind(min(keep, len(target) - 1))
         sequence.ids[keep:] = target[keep:]
         sequence.inputs = inputs
-        step_size = None if session.options.max_stop_latency_s is not None else session.options.prefill_step_size
+        step_size = None if state.options.max_stop_latency_s is not None else state.options.prefill_step_size
         data = {"keep": keep, "ids": target[keep:], "step_size": step_size}
         if inputs is not None:
+            data["media"] = state.media_in_use()
             data["replies"] = [list(pair) for pair in prompt.reply_ranges]
-        session.record("prompt", data)
+        state.owed = None
+        state.record("prompt", data)
 
     def _check_memory(self, num_tokens: int) -> None:
         """Refuse what would freeze the machine, before anything is allocated; short runs aren't worth the estimate."""
-        session, limit = self._session, self._reply.limit
+        state, limit = self._state, self._reply.limit
         total = num_tokens + (limit or 0)
         if total < _MIN_TOKENS_TO_ESTIMATE:
             return
-        cache = session.options.cache
+        cache = state.options.cache
         size = RunSize(
             min(total, cache.max_kv_size or total),
-            session.options.prefill_step_size,
+            state.options.prefill_step_size,
             cache.kv_bits,
             cache.kv_group_size,
         )
-        check_fits(estimate_run(session.model, size), what=f"a run of {total} tokens ({num_tokens} of them prompt)")
+        check_fits(estimate_run(state.model, size), what=f"a run of {total} tokens ({num_tokens} of them prompt)")
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 
     def _prefill(self) -> Iterator[PrefillProgress]:
-        session, sequence, reply = self._session, self._session.sequence, self._reply
+        state, sequence, reply = self._state, self._state.sequence, self._reply
         total = reply.num_prompt_tokens
         self._reused_tokens = min(sequence.num_fed, total)
         if reply.tokens:
@@ -168,14 +169,14 @@ class ReplyRun:
         if reply.step_size is None:
             yield from self._probe(total)
         atomic = () if sequence.inputs is None else sequence.inputs.atomic
-        step_size = reply.step_size or session.options.prefill_step_size
+        step_size = reply.step_size or state.options.prefill_step_size
         for end in plan_prefill(sequence.num_fed, len(sequence.ids) - 1, step_size, atomic).ends:
             yield from self._feed(end, total)
 
     def _probe(self, total: int) -> Iterator[PrefillProgress]:
         """Feed one small chunk, measure it, and choose the chunk size for `max_stop_latency_s` from that."""
-        session, sequence = self._session, self._session.sequence
-        latency = session.options.max_stop_latency_s
+        state, sequence = self._state, self._state.sequence
+        latency = state.options.max_stop_latency_s
         assert latency is not None
         atomic = () if sequence.inputs is None else sequence.inputs.atomic
         ends = plan_prefill(sequence.num_fed, len(sequence.ids) - 1, 4 * MIN_STEP_SIZE, atomic).ends
@@ -185,25 +186,23 @@ class ReplyRun:
             yield from self._feed(end, total)
             elapsed_s = time.perf_counter() - began_s
         if ends:
-            size = step_size_for_latency(
-                sequence.num_fed - start, elapsed_s, latency, session.options.prefill_step_size
-            )
-            session.record("plan", {"step_size": size})
+            size = step_size_for_latency(sequence.num_fed - start, elapsed_s, latency, state.options.prefill_step_size)
+            state.record("plan", {"step_size": size})
 
     def _feed(self, end: int, total: int) -> Iterator[PrefillProgress]:
-        session, sequence = self._session, self._session.sequence
+        state, sequence = self._state, self._state.sequence
         self._cancel.checkpoint()
         start = sequence.num_fed
         sequence.feed(end)
-        session.record("pass", [start, end - start])
+        state.record("pass", [start, end - start])
         self._work.prefilled_tokens += end - start
-        session.unit_done("chunk")
+        state.unit_done("chunk")
         yield PrefillProgress(end, total)
 
     # -- decode ----------------------------------------------------------------------------------------------------
 
     def _decode(self) -> Generator[Event, None, _Finish]:
-        session, sequence, reply = self._session, self._session.sequence, self._reply
+        state, sequence, reply = self._state, self._state.sequence, self._reply
         limit = self._limit()
         stop_ids = self._stop_ids()
         fed_before = sequence.num_fed
@@ -211,7 +210,7 @@ class ReplyRun:
             sequence,
             options=self._options.decode_options(limit),
             step=len(reply.tokens),
-            step_size=reply.step_size or session.options.prefill_step_size,
+            step_size=reply.step_size or state.options.prefill_step_size,
             cancel=self._cancel,
         )
         while limit is None or len(reply.tokens) < limit:
@@ -219,9 +218,9 @@ class ReplyRun:
             if not reply.tokens and fed_before < reply.num_prompt_tokens:
                 self._work.prefilled_tokens += 1
                 yield PrefillProgress(reply.num_prompt_tokens, reply.num_prompt_tokens)
-            session.append(token_record(sampled))
+            state.append(token_record(sampled))
             event, finish = self._show(sampled, stop_ids, limit)
-            session.unit_done("token", iterator.settle)
+            state.unit_done("token", iterator.settle)
             yield event
             if finish is not None:
                 return finish
@@ -229,13 +228,13 @@ class ReplyRun:
 
     def _unrecorded(self) -> Sampled | None:
         """The token that a KeyboardInterrupt in just the wrong place left in the sequence but not in the history."""
-        sequence, known = self._session.sequence, len(self._session.history.ids)
+        sequence, known = self._state.sequence, len(self._state.history.ids)
         return sequence.last if len(sequence.ids) > known else None
 
     def _limit(self) -> int | None:
         """Tokens at which the reply ends by length: what was asked, or where the model's context is full."""
-        limit, context = self._reply.limit, self._session.model.context_length
-        if context is None or self._session.options.cache.max_kv_size is not None:
+        limit, context = self._reply.limit, self._state.model.context_length
+        if context is None or self._state.options.cache.max_kv_size is not None:
             return limit
         room = max(context - self._reply.num_prompt_tokens, 0)
         if limit is None or room < limit:
@@ -245,11 +244,11 @@ class ReplyRun:
 
     def _stop_ids(self) -> frozenset[int]:
         own = frozenset(self._options.stop_token_ids)
-        return own if self._options.ignore_eos else own | self._session.model.eos_token_ids
+        return own if self._options.ignore_eos else own | self._state.model.eos_token_ids
 
     def _show(self, sampled: Sampled, stop_ids: frozenset[int], limit: int | None) -> tuple[Token, _Finish | None]:
         """The event of a token that was recorded, and how the reply ends if it ends with it."""
-        session, reply, text = self._session, self._reply, self._text
+        state, reply, text = self._state, self._reply, self._text
         assert text is not None
         now_s = time.perf_counter()
         self._work.generated_tokens += 1
@@ -259,8 +258,8 @@ class ReplyRun:
         count = len(reply.tokens)
         finish: _Finish | None = None
         if sampled.id in stop_ids:
-            session.record("mark", [count, "silent"])
-            session.record("mark", [count, "flush"])
+            state.record("mark", [count, "silent"])
+            state.record("mark", [count, "flush"])
             shown = text.flush()
             finish = {"reason": "stop", "stop_token": sampled.id}
         else:
@@ -269,7 +268,7 @@ class ReplyRun:
             if step.stop_hit is not None:
                 finish = {"reason": "stop", "stop_string": step.stop_hit}
             elif limit is not None and count >= limit:
-                session.record("mark", [count, "flush"])
+                state.record("mark", [count, "flush"])
                 shown += text.flush()
                 finish = {"reason": "length"}
         shown = self._carried() + shown
@@ -309,23 +308,23 @@ class ReplyRun:
         )
 
 
-def media_events(session: Session, cancel: CancelToken) -> Iterator[InputProgress]:
+def media_events(state: SessionState, cancel: CancelToken) -> Iterator[InputProgress]:
     """Prepare and encode what isn't yet of the media in the conversation; everything finished is kept at each event."""
-    indices = session.media_in_use()
+    indices = state.media_in_use()
     for index in indices:
-        medium = session.media[index]
+        medium = state.media[index]
         if not medium.prepared:
-            vision = require_vision(session.model)
-            for event in prepare_medium(vision, session.media_part(index), medium, cancel=cancel):
-                session.check_source(index)
-                session.unit_done("media")
+            vision = require_vision(state.model)
+            for event in prepare_medium(vision, state.media_part(index), medium, cancel=cancel):
+                state.check_source(index)
+                state.unit_done("media")
                 yield event
     for index in indices:
-        medium = session.media[index]
+        medium = state.media[index]
         if not medium.encoded:
-            vision = require_vision(session.model)
+            vision = require_vision(state.model)
             for event in encode_medium(vision, medium, cancel=cancel):
-                session.unit_done("media")
+                state.unit_done("media")
                 yield event
 
 

@@ -20,6 +20,7 @@ from mlxgen.options import ReplyOptions, SessionOptions
 from mlxgen.persist import AutosavePolicy, Keeper
 from mlxgen.preparation import Prompt, prepared_input
 from mlxgen.sampling import LogitsProcessor, is_resumable
+from mlxgen.sequence import TokenSequence
 from mlxgen.session import Session
 from mlxgen.snapshot.export import CacheExport, environment
 from mlxgen.snapshot.restore import cut_cache, restore_cache, restore_media
@@ -61,10 +62,10 @@ def resume(
         session = Session._restored(model, SessionOptions.from_json(history.session["options"]), history)
         reply = history.reply
         if reply is not None and not reply.finished:
-            session._reply_options = ReplyOptions.from_json(reply.options, options.processors)
+            session.state.reply_options = ReplyOptions.from_json(reply.options, options.processors)
         adopted = _restore(store, session, options, cancel)
         keeper = Keeper(store, options.policy, files=adopted.files)
-        keeper.adopt(session, adopted.cache, adopted.media)
+        keeper.adopt(session.state, adopted.cache, adopted.media)
         session._attach(keeper)
         session.notes = tuple(store.notes) + _environment_notes(store)
         return session
@@ -124,7 +125,7 @@ def _restore(store: SnapshotStore, session: Session, options: ResumeOptions, can
             break
         except SnapshotError as error:
             _log.info("falling back: %s", error)
-            session.sequence = type(session.sequence)(session.model, session.options.cache)
+            session.state.sequence = TokenSequence(session.model, session.options.cache)
             store.fall_back(str(error))
     known = len(session.media)
     for source in session.history.media[known:]:
@@ -151,7 +152,7 @@ def _restore_generation(store: SnapshotStore, session: Session, cancel: CancelTo
     if len(media) > len(session.history.media):
         raise SnapshotError(f"{store.path}: the manifest has {len(media)} media, the journal fewer")
     restore_cache(store, session.sequence, state, cancel=cancel)
-    session.media = media
+    session.state.media = media
     counts = {index: (len(medium.frames), len(medium.features)) for index, medium in enumerate(media)}
     return _Adopted(list(manifest.files), state, counts)
 
@@ -169,54 +170,82 @@ def _replay(
     if keeps and (min(keeps) == 0 or not cut_cache(sequence, min(keeps))):
         sequence.reset()
     sequence.ids = list(history.ids)
-    used = [session.media[index] for index in session.media_in_use()]
-    if history.reply is not None and history.reply.start is not None and all(m.prepared and m.encoded for m in used):
-        prompt = Prompt(sequence.ids[: history.reply.start], history.reply.reply_ranges)
-        sequence.inputs = prepared_input(session.model, prompt, used)
     unchanged = not keeps and not any(record.type == "tok" for record in since)
     if unchanged and state.pending is not None and sequence.num_fed == len(sequence.ids):
         sequence.ahead = state.pending
-    processors = () if session._reply_options is None else session._reply_options.processors
-    if processors:
-        _replay_sampling(store, session, state, processors, cancel)
-        return
-    if sequence.num_fed < history.num_fed:
-        sequence.replay(history.passes.entries, history.num_fed, cancel=cancel)
-
-
-def _replay_sampling(
-    store: SnapshotStore,
-    session: Session,
-    state: CacheExport,
-    processors: Sequence[LogitsProcessor],
-    cancel: CancelToken,
-) -> None:
-    """With custom processors, sample the replayed tokens again: that brings the processors to where they were."""
-    sequence, reply, options = session.sequence, session.history.reply, session._reply_options
-    assert options is not None
     states = [] if store.manifest is None else store.manifest.body.get("processors", [])
-    for processor, saved in zip(processors, states, strict=False):
+
+    def feed_again(cancel: CancelToken) -> None:
+        _place_media(session)
+        if session.state.reply_options is not None and session.state.reply_options.processors:
+            _replay_sampling(states, session, state, cancel)
+        elif sequence.num_fed < history.num_fed:
+            sequence.replay(history.passes.entries, history.num_fed, cancel=cancel)
+
+    if _media_complete(session):
+        feed_again(cancel)
+    elif history.reply is not None and history.reply.start is not None:
+        # A kill came before the last features were on the disk. They are computed again when the reply goes on; what
+        # was fed after them can only be fed again then.
+        session.state.owed = feed_again
+
+
+def _media_complete(session: Session) -> bool:
+    layout = session.history.layout
+    return layout is None or all(session.media[i].prepared and session.media[i].encoded for i in layout.media)
+
+
+def _place_media(session: Session) -> None:
+    """Say to the sequence which media stand where in its ids."""
+    layout = session.history.layout
+    if layout is not None:
+        prompt = Prompt(session.history.ids[: layout.num_tokens], layout.replies)
+        media = [session.media[index] for index in layout.media]
+        session.sequence.inputs = prepared_input(session.model, prompt, media)
+
+
+def _replay_sampling(states: Sequence[Any], session: Session, state: CacheExport, cancel: CancelToken) -> None:
+    """With custom processors, sample the replayed tokens again: that brings the processors to where they were.
+
+    `states` are theirs at the time of `state`. Nothing is left half done: after a stop a second call begins anew.
+    """
+    history, sequence, reply, options = (
+        session.history,
+        session.sequence,
+        session.history.reply,
+        session.state.reply_options,
+    )
+    assert options is not None
+    for processor, saved in zip(options.processors, states, strict=False):
         if is_resumable(processor):
             processor.restore(saved)
     if reply is None or reply.start is None:
         return
-    known = list(sequence.ids)
+    known = list(history.ids)
     sampled_before = max(state.num_ids, reply.start)
-    if sequence.num_fed < reply.start - 1 or sampled_before > len(known):
+    if sampled_before > len(known):
         return
-    sequence.ids = known[:sampled_before]
-    sequence.ahead = state.pending if sequence.num_fed == sampled_before else None
-    iterator = TokenIterator(
-        sequence, options=options.decode_options(None), step=sampled_before - reply.start, cancel=cancel
-    )
-    while len(sequence.ids) < len(known):
-        token = next(iterator)
-        if token.id != known[len(sequence.ids) - 1]:
-            raise NotResumableError(
-                "a custom logits processor gave another token on replay than before the stop: "
-                "its state() isn't complete"
-            )
-    iterator.settle()
+    try:
+        fed_before = min(history.num_fed, sampled_before - 1)
+        if sequence.num_fed < fed_before:
+            sequence.replay(history.passes.entries, fed_before, cancel=cancel)
+        sequence.ids = known[:sampled_before]
+        sequence.ahead = state.pending if sequence.num_fed == sampled_before else None
+        iterator = TokenIterator(
+            sequence, options=options.decode_options(None), step=sampled_before - reply.start, cancel=cancel
+        )
+        while len(sequence.ids) < len(known):
+            token = next(iterator)
+            if token.id != known[len(sequence.ids) - 1]:
+                raise NotResumableError(
+                    "a custom logits processor gave another token on replay than before the stop: "
+                    "its state() isn't complete"
+                )
+        iterator.settle()
+    except BaseException:
+        sequence.reset()
+        sequence.ids = known
+        raise
 
 
 def _environment_notes(store: SnapshotStore) -> tuple[str, ...]:

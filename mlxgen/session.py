@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from mlxgen.cancellation import NEVER, CancelToken
-from mlxgen.errors import InvalidValueError, MediaError, SessionBusyError, SnapshotError
+from mlxgen.errors import InvalidValueError, SessionBusyError, SnapshotError
 from mlxgen.events import Event, Finished, InputProgress, Usage
-from mlxgen.history import History, MediumSource, Reply, Turn
+from mlxgen.history import History, Reply, Turn
 from mlxgen.inputs import PreparedMedium
 from mlxgen.models.model import Model
 from mlxgen.options import ReplyOptions, SessionOptions
 from mlxgen.owner import last_event, stream_from_owner
 from mlxgen.persist import AutosavePolicy, Keeper
-from mlxgen.preparation import Conversation, Prompt, chat_message, chat_prompt, hash_file, raw_ids, require_vision
+from mlxgen.preparation import require_vision
 from mlxgen.reply import ReplyRun, finished_event, media_events, rebuild_text
-from mlxgen.request import ImagePart, MediaPart, Part
-from mlxgen.sampling import is_resumable
+from mlxgen.request import Part
 from mlxgen.sequence import TokenSequence
 from mlxgen.snapshot.store import Record, SnapshotStore
+from mlxgen.state import SessionState
 
 DEFAULT_REPLY = ReplyOptions()
 
@@ -40,31 +40,48 @@ class Session:
 
     def __init__(self, model: Model, *, system: str | None = None, options: SessionOptions = SessionOptions()) -> None:
         options.validate()
-        self.model = model
-        self.options = options
-        self.history = History()
-        self.media: list[PreparedMedium] = []
-        self.sequence = TokenSequence(model, options.cache)
-        self._sources: list[MediaPart | None] = []
-        self._reply_options: ReplyOptions | None = None
+        self.state = SessionState(model, options)
         self._keeper: Keeper | None = None
         self._active: Iterator[Event] | Iterator[InputProgress] | None = None
+        # What a resumed session must feed again as soon as its media are complete; a new prompt makes it void.
         self.notes: tuple[str, ...] = ()
-        self.record("session", {"options": options.to_json(), "created": datetime.now().isoformat(timespec="seconds")})
+        self.state.record(
+            "session", {"options": options.to_json(), "created": datetime.now().isoformat(timespec="seconds")}
+        )
         if system is not None:
             if options.raw:
                 raise InvalidValueError("a raw session has no chat template, so it can't have a system prompt")
-            self.record("turn", {"role": "system", "parts": [_checked_text(system)]})
+            self.state.record("turn", {"role": "system", "parts": [_checked_text(system)]})
 
     @classmethod
     def _restored(cls, model: Model, options: SessionOptions, history: History) -> Session:
         """A session around a replayed history; the caller restores sequence and media."""
         session = cls(model, options=options)
-        session.history = history
-        session._sources = [None] * len(history.media)
+        session.state.history = history
+        session.state.sources = [None] * len(history.media)
         return session
 
     # -- what it knows -----------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> Model:
+        return self.state.model
+
+    @property
+    def options(self) -> SessionOptions:
+        return self.state.options
+
+    @property
+    def history(self) -> History:
+        return self.state.history
+
+    @property
+    def media(self) -> list[PreparedMedium]:
+        return self.state.media
+
+    @property
+    def sequence(self) -> TokenSequence:
+        return self.state.sequence
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -78,8 +95,7 @@ class Session:
     @property
     def unfinished(self) -> bool:
         """Whether a reply was begun and has neither ended by itself nor been followed by another turn."""
-        reply = self.history.reply
-        return reply is not None and not reply.finished
+        return self.state.unfinished
 
     @property
     def position(self) -> int:
@@ -128,8 +144,8 @@ class Session:
             if isinstance(part, str):
                 data.append(part)
             else:
-                data.append({"medium": self._add_medium(part)})
-        self.record("turn", {"role": role, "parts": data})
+                data.append({"medium": self.state.add_medium(part)})
+        self.state.record("turn", {"role": role, "parts": data})
 
     def undo(self) -> None:
         """Take back the last user turn and the reply to it, if there is one. Tokens in the cache are reused later."""
@@ -138,7 +154,14 @@ class Session:
         last = max((i for i, turn in enumerate(turns) if turn.role == "user"), default=None)
         if last is None:
             raise InvalidValueError("there is no turn to take back")
-        self.record("undo", {"turns": len(turns) - last})
+        self.state.record("undo", {"turns": len(turns) - last})
+
+    def drop_reply(self) -> None:
+        """Take back the last reply but keep the turn it answers, so that `stream()` answers it again."""
+        self._close_active()
+        if self.history.reply is None:
+            raise InvalidValueError("the conversation doesn't end with a reply, so there is none to drop")
+        self.state.record("undo", {"turns": 1})
 
     # -- replies ----------------------------------------------------------------------------------------------------
 
@@ -179,9 +202,9 @@ class Session:
 
     def _prepare_media(self, cancel: CancelToken) -> Iterator[InputProgress]:
         try:
-            yield from media_events(self, cancel)
+            yield from media_events(self.state, cancel)
         finally:
-            self.run_ended()
+            self._run_ended()
 
     def continue_(self, *, reply: ReplyOptions | None = None, cancel: CancelToken = NEVER) -> Iterator[Event]:
         """Go on with the same reply, wherever it was stopped: in the media, the prompt or the text.
@@ -237,9 +260,9 @@ class Session:
         current = self.history.reply
         if continued and current is not None:
             self._let_go(current, reply)
-        self.record("reply", {"continued": continued, "options": reply.to_json(), "limit": limit})
-        self._reply_options = reply
-        self._active = events = ReplyRun(self, reply, cancel).events()
+        self.state.record("reply", {"continued": continued, "options": reply.to_json(), "limit": limit})
+        self.state.reply_options = reply
+        self._active = events = self._run(ReplyRun(self.state, reply, cancel))
         return events
 
     def _let_go(self, current: Reply, reply: ReplyOptions) -> None:
@@ -249,13 +272,13 @@ class Session:
             stream, _ = rebuild_text(self.model, current)
             while stream.stop_hit is not None:
                 stream.release()
-                self.record("mark", [count, "release"])
+                self.state.record("mark", [count, "release"])
         if list(reply.stop) != list(current.options["stop"]):
-            self.record("mark", [count, "stops", list(reply.stop)])
+            self.state.record("mark", [count, "stops", list(reply.stop)])
 
     def reply_options(self, reply: Reply) -> ReplyOptions:
         """The options a reply was (last) run with; custom processors are those this session was given."""
-        processors = () if self._reply_options is None else self._reply_options.processors
+        processors = () if self.state.reply_options is None else self.state.reply_options.processors
         return ReplyOptions.from_json(reply.options, processors)
 
     # -- saving ----------------------------------------------------------------------------------------------------
@@ -275,8 +298,7 @@ class Session:
         if self._keeper is not None:
             raise InvalidValueError(f"this session is being saved to {self._keeper.path} already; close() it first")
         self._close_active()
-        if self._reply_options is not None and self.unfinished:
-            self._reply_options.decode_options(None).require_resumable()
+        self.state.require_resumable()
         keeper = self._new_keeper(path, overwrite, policy)
         self._attach(keeper)
         return keeper.path
@@ -289,22 +311,21 @@ class Session:
         """
         self._close_active()
         if self._keeper is not None and (path is None or Path(os.path.abspath(path)) == self._keeper.path):
-            self._keeper.save(self, _nothing)
+            self._keeper.save(self.state)
             return self._keeper.path
         if path is None:
             raise InvalidValueError("save() needs a path: this session isn't being saved anywhere yet")
-        if self._reply_options is not None and self.unfinished:
-            self._reply_options.decode_options(None).require_resumable()
+        self.state.require_resumable()
         keeper = self._new_keeper(path, overwrite, AutosavePolicy())
         try:
-            keeper.save(self, _nothing)
+            keeper.save(self.state)
         finally:
             keeper.close()
         return keeper.path
 
     def _new_keeper(self, path: str | os.PathLike[str], overwrite: bool, policy: AutosavePolicy) -> Keeper:
         if not self.history.model:
-            self.append(Record("model", model_record(self.model)))
+            self.state.append(Record("model", model_record(self.model)))
         store = SnapshotStore.create(path, overwrite=overwrite)
         keeper = Keeper(store, policy)
         try:
@@ -315,14 +336,14 @@ class Session:
         return keeper
 
     def _attach(self, keeper: Keeper) -> None:
-        self._keeper = keeper
+        self._keeper = self.state.journal = keeper
         # A session that is dropped without close() must not keep the lock (and a thread) for the process's life.
         self._finalizer = weakref.finalize(self, keeper.close)
 
     def close(self) -> None:
         """Stop a reply that is still open, save what autosave hasn't yet, and let go of the snapshot. Idempotent."""
         self._close_active()
-        keeper, self._keeper = self._keeper, None
+        keeper, self._keeper, self.state.journal = self._keeper, None, None
         if keeper is None:
             return
         try:
@@ -338,39 +359,23 @@ class Session:
 
     def _save_quietly(self, keeper: Keeper) -> None:
         try:
-            keeper.save(self, _nothing)
+            keeper.save(self.state)
         except SnapshotError as error:
             keeper.warn(error)
 
-    # -- for the run in progress ---------------------------------------------------------------------------------------
+    def _run(self, run: ReplyRun) -> Iterator[Event]:
+        try:
+            yield from run.events()
+        finally:
+            self._run_ended()
 
-    def record(self, type_: str, data: Any) -> None:
-        """Change the history by one record, and write it to the journal if there is one."""
-        self.append(Record(type_, data))
-
-    def append(self, record: Record) -> None:
-        self.history.apply(record)
-        if self._keeper is not None:
-            self._keeper.append(record)
-
-    def unit_done(self, kind: str, settle: Callable[[], None] | None = None) -> None:
-        """One unit was committed ("media", "chunk" or "token"): the moment for an autosave."""
-        if self._keeper is not None:
-            self._keeper.tick(self, media=kind == "media", phase_change=kind == "chunk", settle=settle or _nothing)
-
-    def run_ended(self) -> None:
+    def _run_ended(self) -> None:
         """The run has settled. Saving comes here: after the last event, so that it doesn't delay it."""
         self._active = None
         # After an error inside a pass the cache isn't worth saving before it is repaired, which the next call does; the
         # journal has everything.
         if self._keeper is not None and not self.sequence.torn:
             self._save_quietly(self._keeper)
-
-    def processor_states(self) -> list[Any]:
-        options = self._reply_options
-        if options is None or not self.unfinished:
-            return []
-        return [processor.state() for processor in options.processors if is_resumable(processor)]
 
     def _close_active(self) -> None:
         active = self._active
@@ -384,92 +389,6 @@ class Session:
             ) from error
         self._active = None
 
-    # -- media ----------------------------------------------------------------------------------------------------
-
-    def _add_medium(self, part: MediaPart) -> int:
-        kind = "image" if isinstance(part, ImagePart) else "video"
-        path = os.path.abspath(part.source) if _is_path(part.source) else None
-        name = path if path is not None else f"<{type(part.source).__name__}>"
-        source_hash = hash_file(path) if path is not None and os.path.isfile(path) else ""
-        self.record(
-            "medium",
-            {"kind": kind, "name": name, "path": path, "source_hash": source_hash, "options": asdict(part.options)},
-        )
-        self._sources.append(part)
-        self.media.append(PreparedMedium(kind="image" if kind == "image" else "video", source_name=name))
-        return len(self.media) - 1
-
-    def media_in_use(self) -> list[int]:
-        """Indices of the media of the turns there are now, in reading order."""
-        return [part for turn in self.history.turns for part in turn.parts if isinstance(part, int)]
-
-    def media_part(self, index: int) -> MediaPart:
-        """Where medium `index` is read from. Raises `MediaError` when it was in memory of a process that is gone."""
-        part = self._sources[index]
-        if part is not None:
-            return part
-        source: MediumSource = self.history.media[index]
-        if source.path is None:
-            raise MediaError(
-                f"medium {index + 1} ({source.name}) was passed in memory and not prepared before the stop, so it is "
-                "gone; undo() the turn and pass it again"
-            )
-        return source.part()
-
-    def check_source(self, index: int) -> None:
-        """A medium must be prepared from the content it had when the turn was added."""
-        wanted, medium = self.history.media[index].source_hash, self.media[index]
-        if wanted and medium.source_hash and wanted != medium.source_hash:
-            name = self.history.media[index].name
-            self.media[index] = PreparedMedium(kind=medium.kind, source_name=medium.source_name)
-            raise MediaError(
-                f"{name} has changed since it was added to the conversation; undo() the turn and add it again"
-            )
-
-    # -- the prompt ----------------------------------------------------------------------------------------------------
-
-    def prompt(self) -> Prompt:
-        """The ids of the whole conversation up to where the open reply begins; earlier replies keep their own ids."""
-        media = [self.media[index] for index in self.media_in_use()]
-        if self.options.raw:
-            return self._raw_prompt(media)
-        messages: list[dict[str, Any]] = []
-        reply_ids: dict[int, list[int]] = {}
-        for turn in self.history.turns:
-            if turn.reply is None:
-                parts = [part if isinstance(part, str) else self._part_of(part) for part in turn.parts]
-                messages.append(chat_message(self.model, turn.role, parts))
-            elif turn.reply.tokens:
-                ids = turn.reply.ids
-                # The token that ended the turn is the template's to write.
-                if turn.reply.finish and ids[-1] in self.model.eos_token_ids:
-                    ids = ids[:-1]
-                reply_ids[len(messages)] = ids
-                messages.append(chat_message(self.model, "assistant", [self.model.tokenizer.decode(ids)]))
-        created = datetime.fromisoformat(self.history.session["created"])
-        conversation = Conversation(messages, reply_ids, self.options.template_options, created)
-        return chat_prompt(self.model, conversation, media)
-
-    def _part_of(self, index: int) -> MediaPart:
-        source = self.history.media[index]
-        return source.part()
-
-    def _raw_prompt(self, media: Sequence[PreparedMedium]) -> Prompt:
-        ids: list[int] = []
-        ranges: list[tuple[int, int]] = []
-        remaining = list(media)
-        for turn in self.history.turns:
-            if turn.reply is not None:
-                ranges.append((len(ids), len(ids) + len(turn.reply.tokens)))
-                ids += turn.reply.ids
-            else:
-                count = sum(1 for part in turn.parts if isinstance(part, int))
-                own, remaining = remaining[:count], remaining[count:]
-                ids += raw_ids(self.model, turn.text, own, first=not ids)
-        if not ids:
-            raise InvalidValueError("the prompt is empty; give at least one token")
-        return Prompt(ids, tuple(ranges))
-
 
 def model_record(model: Model) -> dict[str, Any]:
     """What a snapshot says about its model: how to find it again, and how to know that it is the same."""
@@ -481,16 +400,6 @@ def model_record(model: Model) -> dict[str, Any]:
         "digest": found.digest,
         "parts": dict(found.parts),
     }
-
-
-def _nothing() -> None:
-    return None
-
-
-def _is_path(source: Any) -> bool:
-    if isinstance(source, os.PathLike):
-        return True
-    return isinstance(source, str) and not source.startswith(("data:", "http://", "https://")) and len(source) < 4096
 
 
 def _checked_text(text: str) -> str:
