@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -185,35 +186,58 @@ def export_media(
     media: Sequence[PreparedMedium], saved: MutableMapping[int, tuple[int, int]]
 ) -> Iterator[tuple[dict[str, HostArray], dict[str, Any]]]:
     """Files for frames and features that aren't in a file yet; `saved` counts both per medium and is brought up to
-    date."""
+    date.
+
+    A file holds at least one frame or part, and no more of them than fit `MAX_SEGMENT_BYTES` together.
+    """
     for index, medium in enumerate(media):
         frames, parts = saved.get(index, (0, 0))
-        arrays = {
-            f"frame/{i}": HostArray.from_numpy(np.ascontiguousarray(medium.frames[i]))
-            for i in range(frames, len(medium.frames))
-        }
-        for part in range(parts, len(medium.features)):
-            features = medium.features[part]
-            mx.eval(list(features.values()))
-            arrays |= {f"feature/{part}/{name}": to_host(mx.contiguous(value)) for name, value in features.items()}
-        if arrays:
+        for arrays, num_frames, num_parts in _bundles(_new_units(medium, frames, parts)):
             meta = {
                 "medium": index,
-                "frames": [frames, len(medium.frames)],
-                "features": [parts, len(medium.features)],
+                "frames": [frames, frames + num_frames],
+                "features": [parts, parts + num_parts],
             }
+            frames, parts = frames + num_frames, parts + num_parts
             yield arrays, meta
-        saved[index] = (len(medium.frames), len(medium.features))
+        saved[index] = (frames, parts)
+
+
+_Unit = tuple[dict[str, HostArray], int, int]  # arrays, how many frames they are, how many parts
+
+
+def _new_units(medium: PreparedMedium, frames: int, parts: int) -> Iterator[_Unit]:
+    for i in range(frames, len(medium.frames)):
+        yield {f"frame/{i}": HostArray.from_numpy(np.ascontiguousarray(medium.frames[i]))}, 1, 0
+    for part in range(parts, len(medium.features)):
+        features = {name: mx.contiguous(value) for name, value in medium.features[part].items()}
+        mx.eval(list(features.values()))
+        yield {f"feature/{part}/{name}": to_host(value) for name, value in features.items()}, 0, 1
+
+
+def _bundles(units: Iterator[_Unit]) -> Iterator[_Unit]:
+    arrays: dict[str, HostArray] = {}
+    num_bytes = num_frames = num_parts = 0
+    for own, frames, parts in units:
+        own_bytes = sum(array.nbytes for array in own.values())
+        if arrays and num_bytes + own_bytes > MAX_SEGMENT_BYTES:
+            yield arrays, num_frames, num_parts
+            arrays, num_bytes, num_frames, num_parts = {}, 0, 0, 0
+        arrays, num_bytes = arrays | own, num_bytes + own_bytes
+        num_frames, num_parts = num_frames + frames, num_parts + parts
+    if arrays:
+        yield arrays, num_frames, num_parts
 
 
 def media_states(media: Sequence[PreparedMedium]) -> list[dict[str, Any]]:
-    """The JSON-able rest of every medium; arrays are in the prep files."""
+    """The JSON-able rest of every medium, as copies (a video's geometry grows while the writer has them); arrays are in
+    the prep files."""
     return [
         {
             "kind": medium.kind,
             "source_hash": medium.source_hash,
             "source_name": medium.source_name,
-            "geometry": medium.geometry,
+            "geometry": copy.deepcopy(medium.geometry),
             "num_frames": medium.num_frames,
             "frames": len(medium.frames),
             "content_hash": medium.content_hash,

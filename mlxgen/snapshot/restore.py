@@ -159,7 +159,19 @@ def _restore_whole(
 def restore_media(
     store: SnapshotStore, states: Sequence[dict[str, Any]], *, cancel: CancelToken = NEVER
 ) -> list[PreparedMedium]:
-    """Every medium as far as it was prepared and encoded when the generation was written."""
+    """Every medium as far as it was prepared and encoded when the generation was written.
+
+    Raises `SnapshotError` when a file is damaged, or contradicts the rest.
+    """
+    try:
+        return _restore_media(store, states, cancel)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        if isinstance(error, MlxgenError):
+            raise
+        raise SnapshotError(f"{store.path}: the list of media is malformed ({error!r}); it can't be used") from error
+
+
+def _restore_media(store: SnapshotStore, states: Sequence[dict[str, Any]], cancel: CancelToken) -> list[PreparedMedium]:
     media = [
         PreparedMedium(
             kind="image" if state["kind"] == "image" else "video",
@@ -192,13 +204,13 @@ def _restore_prep(store: SnapshotStore, entry: FileEntry, media: Sequence[Prepar
         raise SnapshotError(f"{store.path}: {entry.name} doesn't follow what is there of medium {index}")
     for i in range(*frames):
         host = arrays.get(f"frame/{i}")
-        if host is None or host.dtype != "U8":
+        if host is None or host.dtype != "U8" or 0 in host.shape:
             raise SnapshotError(f"{store.path}: {entry.name} lacks frame {i}")
         medium.frames.append(np.array(host.numpy()))
     for part in range(*parts):
         prefix = f"feature/{part}/"
         features = {name.removeprefix(prefix): from_host(a) for name, a in arrays.items() if name.startswith(prefix)}
-        if not features:
+        if "features" not in features:
             raise SnapshotError(f"{store.path}: {entry.name} lacks the features of part {part}")
         mx.eval(list(features.values()))
         medium.features.append(features)
