@@ -1,0 +1,190 @@
+"""All that a conversation consists of, as one object: what a session owns, a reply works on and a snapshot saves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import datetime
+from typing import Any, Protocol
+
+from mlxgen.cancellation import CancelToken
+from mlxgen.errors import InvalidValueError, MediaError
+from mlxgen.history import History, MediumSource
+from mlxgen.inputs import PreparedMedium
+from mlxgen.models.model import Model
+from mlxgen.options import ReplyOptions, SessionOptions
+from mlxgen.preparation import Conversation, Prompt, chat_message, chat_prompt, hash_file, raw_ids
+from mlxgen.request import ImagePart, MediaPart
+from mlxgen.sampling import is_resumable
+from mlxgen.sequence import TokenSequence
+from mlxgen.snapshot.store import Record
+
+
+class Journal(Protocol):
+    """Who writes down what happens to a state (`persist.Keeper`)."""
+
+    def append(self, record: Record) -> None:
+        """Write one record, now."""
+        ...
+
+    def tick(self, state: SessionState, *, media: bool, phase_change: bool, settle: Callable[[], None]) -> None:
+        """A unit was committed: save arrays if it is time."""
+        ...
+
+
+class SessionState:
+    """History, media and token sequence of one conversation, changed only by records.
+
+    Owned by one session and used by one thread at a time. `history` survives every stop (it is the journal), `media`
+    and `sequence` as far as their arrays were saved; the rest (`sources` in memory, custom processors) must be given
+    again to a resumed session.
+    """
+
+    def __init__(self, model: Model, options: SessionOptions) -> None:
+        self.model = model
+        self.options = options
+        self.history = History()
+        self.media: list[PreparedMedium] = []
+        self.sources: list[MediaPart | None] = []
+        self.sequence = TokenSequence(model, options.cache)
+        self.reply_options: ReplyOptions | None = None
+        self.journal: Journal | None = None
+        # What a resume couldn't feed again yet: features that a kill took must be computed first.
+        self.owed: Callable[[CancelToken], None] | None = None
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a reply was begun and has neither ended by itself nor been followed by another turn."""
+        reply = self.history.reply
+        return reply is not None and not reply.finished
+
+    def record(self, type_: str, data: Any) -> None:
+        """Change the history by one record, and write it to the journal if there is one."""
+        self.append(Record(type_, data))
+
+    def append(self, record: Record) -> None:
+        """The same for a record that exists already."""
+        self.history.apply(record)
+        if self.journal is not None:
+            self.journal.append(record)
+
+    def unit_done(self, kind: str, settle: Callable[[], None] | None = None) -> None:
+        """One unit was committed ("media", "chunk" or "token"): the moment for an autosave."""
+        if self.journal is not None:
+            self.journal.tick(self, media=kind == "media", phase_change=kind == "chunk", settle=settle or _nothing)
+
+    def catch_up(self, cancel: CancelToken) -> None:
+        """Feed again what a resume had to leave out, now that all media are encoded. After a stop: begin anew."""
+        if self.owed is not None:
+            self.owed(cancel)
+            self.owed = None
+
+    def require_resumable(self) -> None:
+        """Raise `NotResumableError` if the reply under way has something that can't be saved."""
+        if self.reply_options is not None and self.unfinished:
+            self.reply_options.decode_options(None).require_resumable()
+
+    def processor_states(self) -> list[Any]:
+        """What the custom processors of the reply under way want saved."""
+        options = self.reply_options
+        if options is None or not self.unfinished:
+            return []
+        return [processor.state() for processor in options.processors if is_resumable(processor)]
+
+    # -- media ----------------------------------------------------------------------------------------------------
+
+    def add_medium(self, part: MediaPart) -> int:
+        """Take note of a medium of the turn that is being added; its index. Its content is hashed now."""
+        kind = "image" if isinstance(part, ImagePart) else "video"
+        path = os.path.abspath(part.source) if _is_path(part.source) else None
+        name = path if path is not None else f"<{type(part.source).__name__}>"
+        source_hash = hash_file(path) if path is not None and os.path.isfile(path) else ""
+        self.record(
+            "medium",
+            {"kind": kind, "name": name, "path": path, "source_hash": source_hash, "options": asdict(part.options)},
+        )
+        self.sources.append(part)
+        self.media.append(PreparedMedium(kind="image" if kind == "image" else "video", source_name=name))
+        return len(self.media) - 1
+
+    def media_in_use(self) -> list[int]:
+        """Indices of the media of the turns there are now, in reading order."""
+        return [part for turn in self.history.turns for part in turn.parts if isinstance(part, int)]
+
+    def media_part(self, index: int) -> MediaPart:
+        """Where medium `index` is read from. Raises `MediaError` when it was in memory of a process that is gone."""
+        part = self.sources[index]
+        if part is not None:
+            return part
+        source: MediumSource = self.history.media[index]
+        if source.path is None:
+            raise MediaError(
+                f"medium {index + 1} ({source.name}) was passed in memory and not prepared before the stop, so it is "
+                "gone; undo() the turn and pass it again"
+            )
+        return source.part()
+
+    def check_source(self, index: int) -> None:
+        """A medium must be prepared from the content it had when the turn was added."""
+        wanted, medium = self.history.media[index].source_hash, self.media[index]
+        if wanted and medium.source_hash and wanted != medium.source_hash:
+            name = self.history.media[index].name
+            self.media[index] = PreparedMedium(kind=medium.kind, source_name=medium.source_name)
+            raise MediaError(
+                f"{name} has changed since it was added to the conversation; undo() the turn and add it again"
+            )
+
+    # -- the prompt ----------------------------------------------------------------------------------------------------
+
+    def prompt(self) -> Prompt:
+        """The ids of the whole conversation up to where the open reply begins; earlier replies keep their own ids."""
+        media = [self.media[index] for index in self.media_in_use()]
+        if self.options.raw:
+            return self._raw_prompt(media)
+        messages: list[dict[str, Any]] = []
+        reply_ids: dict[int, list[int]] = {}
+        for turn in self.history.turns:
+            if turn.reply is None:
+                parts = [part if isinstance(part, str) else self._part_of(part) for part in turn.parts]
+                messages.append(chat_message(self.model, turn.role, parts))
+            elif turn.reply.tokens:
+                ids = turn.reply.ids
+                # The token that ended the turn is the template's to write.
+                if turn.reply.finish and ids[-1] in self.model.eos_token_ids:
+                    ids = ids[:-1]
+                reply_ids[len(messages)] = ids
+                messages.append(chat_message(self.model, "assistant", [self.model.tokenizer.decode(ids)]))
+        created = datetime.fromisoformat(self.history.session["created"])
+        conversation = Conversation(messages, reply_ids, self.options.template_options, created)
+        return chat_prompt(self.model, conversation, media)
+
+    def _part_of(self, index: int) -> MediaPart:
+        source = self.history.media[index]
+        return source.part()
+
+    def _raw_prompt(self, media: Sequence[PreparedMedium]) -> Prompt:
+        ids: list[int] = []
+        ranges: list[tuple[int, int]] = []
+        remaining = list(media)
+        for turn in self.history.turns:
+            if turn.reply is not None:
+                ranges.append((len(ids), len(ids) + len(turn.reply.tokens)))
+                ids += turn.reply.ids
+            else:
+                count = sum(1 for part in turn.parts if isinstance(part, int))
+                own, remaining = remaining[:count], remaining[count:]
+                ids += raw_ids(self.model, turn.text, own, first=not ids)
+        if not ids:
+            raise InvalidValueError("the prompt is empty; give at least one token")
+        return Prompt(ids, tuple(ranges))
+
+
+def _nothing() -> None:
+    return None
+
+
+def _is_path(source: Any) -> bool:
+    if isinstance(source, os.PathLike):
+        return True
+    return isinstance(source, str) and not source.startswith(("data:", "http://", "https://")) and len(source) < 4096
