@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlxgen.errors import SnapshotError
 from mlxgen.snapshot.export import (
@@ -25,9 +25,7 @@ from mlxgen.snapshot.export import (
     trim_entries,
 )
 from mlxgen.snapshot.store import FileEntry, HostArray, JournalPin, Record, SnapshotStore
-
-if TYPE_CHECKING:
-    from mlxgen.session import Session
+from mlxgen.state import SessionState
 
 _log = logging.getLogger(__name__)
 
@@ -167,11 +165,11 @@ class Keeper:
         self._next_position = 0
         self._restart = False
 
-    def adopt(self, session: Session, cache: CacheExport, media: Mapping[int, tuple[int, int]]) -> None:
+    def adopt(self, state: SessionState, cache: CacheExport, media: Mapping[int, tuple[int, int]]) -> None:
         """Take note of what a resumed snapshot's files hold already, so that only what is new gets written."""
         self._cache, self._media = cache, dict(media)
-        self._keep = session.sequence.num_fed
-        self._schedule(session, 0.0)
+        self._keep = state.sequence.num_fed
+        self._schedule(state, 0.0)
 
     # -- records -----------------------------------------------------------------------------------------------------
 
@@ -212,28 +210,28 @@ class Keeper:
 
     # -- arrays --------------------------------------------------------------------------------------------------------
 
-    def tick(self, session: Session, *, media: bool, phase_change: bool, settle: Callable[[], None]) -> None:
+    def tick(self, state: SessionState, *, media: bool, phase_change: bool, settle: Callable[[], None]) -> None:
         """Autosave if it is time. `settle` waits for the token in flight; it is only called when something is saved."""
         if media:
             if self._writer.full:
                 self._writer.wait()
-            self._save(session, settle)
+            self._save(state, settle)
             return
         now_s = time.monotonic()
         due = now_s >= self._next_s and (
             phase_change
             or now_s >= self._next_s + self._policy.every_s
-            or session.sequence.num_fed >= self._next_position
+            or state.sequence.num_fed >= self._next_position
         )
         if due and not self._writer.busy:
-            self._save(session, settle)
+            self._save(state, settle)
 
-    def _schedule(self, session: Session, cost_s: float) -> None:
+    def _schedule(self, state: SessionState, cost_s: float) -> None:
         # After a handover that took c seconds the next comes no sooner than c / max_share later.
         self._next_s = time.monotonic() + cost_s / self._policy.max_share
-        self._next_position = session.sequence.num_fed + self._policy.every_tokens
+        self._next_position = state.sequence.num_fed + self._policy.every_tokens
 
-    def _save(self, session: Session, settle: Callable[[], None]) -> _Job | None:
+    def _save(self, state: SessionState, settle: Callable[[], None]) -> _Job | None:
         began_s = time.perf_counter()
         if self._writer.failed is not None:
             self.warn(SnapshotError(self._writer.failed))
@@ -245,35 +243,35 @@ class Keeper:
         settle()
         if self._restart:
             self._cache, self._media, self._keep = CacheExport(), {}, 0
-        job = self._job(session)
+        job = self._job(state)
         self._writer.submit(job)
         self._restart = False
-        self._schedule(session, time.perf_counter() - began_s)
+        self._schedule(state, time.perf_counter() - began_s)
         return job
 
-    def _job(self, session: Session) -> _Job:
-        new = [_NewFile("prep", arrays, meta) for arrays, meta in export_media(session.media, self._media)]
+    def _job(self, state: SessionState) -> _Job:
+        new = [_NewFile("prep", arrays, meta) for arrays, meta in export_media(state.media, self._media)]
         keep = min(self._keep, self._cache.position)
-        files, self._cache, restarted = export_cache(session.sequence, self._cache, keep)
+        files, self._cache, restarted = export_cache(state.sequence, self._cache, keep)
         new += [_NewFile(kind, arrays, meta) for kind, arrays, meta in files]
-        self._keep = session.sequence.num_fed
+        self._keep = state.sequence.num_fed
         body = {
             "cache": self._cache.to_json(),
-            "media": media_states(session.media),
-            "rope_delta": 0 if session.sequence.inputs is None else session.sequence.inputs.rope_delta,
-            "processors": session.processor_states(),
+            "media": media_states(state.media),
+            "rope_delta": 0 if state.sequence.inputs is None else state.sequence.inputs.rope_delta,
+            "processors": state.processor_states(),
             **environment(),
         }
         return _Job(new, 0 if restarted else keep, self._restart, body, self._store.pin())
 
-    def save(self, session: Session, settle: Callable[[], None]) -> None:
+    def save(self, state: SessionState) -> None:
         """Write everything now and wait until it is on the disk. Raises `SnapshotError` if it can't be."""
         self._writer.wait()
-        job = self._save(session, settle)
+        job = self._save(state, _nothing)
         self._writer.wait()
         if job is not None and job.error is not None:
             # An earlier job's failure may have been the reason (its files are missing): once more, from scratch.
-            job = self._save(session, settle)
+            job = self._save(state, _nothing)
             self._writer.wait()
         if job is None or job.error is not None:
             reason = self._writer.failed or (self.warnings[-1] if self.warnings else "the journal can't be written")
@@ -283,3 +281,7 @@ class Keeper:
         """Wait for the writer, close the folder and let go of its lock."""
         self._writer.close()
         self._store.close()
+
+
+def _nothing() -> None:
+    return None

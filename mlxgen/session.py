@@ -43,7 +43,6 @@ class Session:
         self.state = SessionState(model, options)
         self._keeper: Keeper | None = None
         self._active: Iterator[Event] | Iterator[InputProgress] | None = None
-        # What a resumed session must feed again as soon as its media are complete; a new prompt makes it void.
         self.notes: tuple[str, ...] = ()
         self.state.record(
             "session", {"options": options.to_json(), "created": datetime.now().isoformat(timespec="seconds")}

@@ -227,7 +227,7 @@ class _Chat:
         if not any(turn.role == "user" for turn in session.turns):
             raise InvalidValueError("there is no turn to answer again")
         if session.history.reply is not None:
-            session.record("undo", {"turns": 1})
+            session.drop_reply()
         self._retries += 1
         reply, sampling = self._reply, self._reply.sampling
         if sampling.greedy:
