@@ -8,13 +8,14 @@ token. `ahead` is the *unseen* one: sampled, not shown, not part of `ids`.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache as memoized
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache
+from mlx_lm.models import cache as kinds
 
 from mlxgen.cache import CacheOptions, adapter_of, can_trim, leaves, make_cache, quantize_from, trim
 from mlxgen.cancellation import NEVER, CancelToken
@@ -102,8 +103,12 @@ class TokenSequence:
         self.last: Sampled | None = None  # the token appended to `ids` last, with its log-probabilities
         self.inputs: PreparedInput | None = None
         self.passes = PassLog()
-        self._torn: str | None = None
+        self._torn: _Tear | None = None
+        self._rebuilding: tuple[tuple[tuple[str, int, int], ...], int] | None = (
+            None  # passes to be run again, and to where
+        )
         self._recurrent_leaves: list[Any] | None = None
+        self._requantized = False
 
     @property
     def ledger(self) -> list[int]:
@@ -113,36 +118,50 @@ class TokenSequence:
         return [array for _, leaf in leaves(self.cache) for array in adapter_of(leaf).arrays(leaf)]
 
     def side_states(self) -> list[mx.array]:
-        """The arrays of recurrent and convolution states, which the current token's logits don't depend on."""
+        """The arrays that the current token's logits don't depend on: recurrent states, a cache just quantised."""
+        if self._requantized:
+            self._requantized = False
+            return self.arrays()
         return [a for leaf in self._recurrent() for a in leaf.cache if a is not None]
 
     def _recurrent(self) -> list[Any]:
         if self._recurrent_leaves is None:
-            self._recurrent_leaves = [leaf for _, leaf in leaves(self.cache) if isinstance(leaf, ArraysCache)]
+            self._recurrent_leaves = [leaf for _, leaf in leaves(self.cache) if isinstance(leaf, kinds.ArraysCache)]
         return self._recurrent_leaves
 
     def evaluate(self) -> None:
         """Finish all work on the cache that is still lazy or under way."""
-        mx.eval(self.arrays())
+        try:
+            mx.eval(self.arrays())
+        except Exception:
+            self.failed_eval()
+            raise
 
     # -- forward passes ------------------------------------------------------------------------------------------
 
     def feed(self, end: int) -> None:
         """One prefill pass: tokens `[num_fed, end)`, evaluated; logits are never computed. Commits, or is torn."""
         self.repair()
+        self._prefill_pass(self.ids[self.num_fed : end], end)
+
+    def _prefill_pass(self, tokens: list[int], end: int) -> None:
+        """Feed `tokens` in one pass, then trim to `end` (a pass that is run again may have been trimmed later)."""
         start = self.num_fed
-        ids = mx.array(self.ids[start:end], mx.uint32)
-        self._torn = "graph"
+        self._torn = _Tear.UNKNOWN
         with mx.stream(generation_stream()):
-            self.forward(ids, cache=self.cache, start=start, inputs=self.inputs)
-            quantize_from(self.cache, self.options)
             try:
-                self.evaluate()
-            except Exception:
-                self.failed_eval()
+                self.forward(mx.array(tokens, mx.uint32), cache=self.cache, start=start, inputs=self.inputs)
+                quantize_from(self.cache, self.options)
+            except BaseException as error:
+                self._torn = _tear(error)
                 raise
+            self._torn = _Tear.BETWEEN_LAYERS
+            self.evaluate()
             mx.clear_cache()
-        self.passes.prefill(start, end - start)
+        if start + len(tokens) > end:
+            self._torn = _Tear.UNKNOWN
+            trim(self.cache, start + len(tokens) - end)
+        self.passes.prefill(start, len(tokens))
         self.num_fed = end
         self._torn = None
 
@@ -153,11 +172,16 @@ class TokenSequence:
         The caller submits that with `mx.async_eval` and then calls `committed()`; an error before that leaves the
         sequence torn, to be repaired before the next pass. Not repaired here: this is the hot path.
         """
-        self._torn = "graph"
-        logits = self.forward(token, cache=self.cache, start=self.num_fed, inputs=self.inputs)
-        # Before sampling, as mlx-lm does: the pass that crosses the threshold still attended to unquantised rows.
-        if self.options.kv_bits is not None:
-            quantize_from(self.cache, self.options)
+        self._torn = _Tear.UNKNOWN
+        try:
+            logits = self.forward(token, cache=self.cache, start=self.num_fed, inputs=self.inputs)
+            # Before sampling, as mlx-lm does: the pass that crosses the threshold still attended to unquantised rows.
+            if self.options.kv_bits is not None and quantize_from(self.cache, self.options):
+                self._requantized = True
+        except BaseException as error:
+            self._torn = _tear(error)
+            raise
+        self._torn = _Tear.BETWEEN_LAYERS
         return consume(logits[:, -1, :])
 
     def committed(self) -> None:
@@ -168,11 +192,12 @@ class TokenSequence:
 
     def failed_eval(self) -> None:
         """An evaluation raised: whatever the arrays hold now may be garbage; rebuild before the next pass."""
-        self._torn = "eval"
+        self._torn = _Tear.UNKNOWN
 
     @property
     def torn(self) -> bool:
-        return self._torn is not None
+        """Whether `repair()` has something to do before the cache is as long as the ledger says."""
+        return self._torn is not None or self._rebuilding is not None
 
     # -- going back ----------------------------------------------------------------------------------------------
 
@@ -194,54 +219,75 @@ class TokenSequence:
         self.ahead = None
         return self.num_fed
 
+    def retract(self, position: int) -> None:
+        """Make the ledger end at `position` exactly, and drop what follows it: by trimming, or else by running the
+        recorded passes again."""
+        self._go_back(position)
+        del self.ids[position:]
+
     def step_back(self) -> None:
         """Take the last token out of the ledger again (it stays in `ids`), so that feeding it gives its logits anew.
 
         Needed only after an evaluation failed and took the sampled token with it.
         """
-        self.repair()
-        target = self.num_fed - 1
-        if can_trim(self.cache, 1):
-            self._trim_to(target)
-        else:
-            self.passes.trim(target)
-            self.num_fed = target
-            self.rebuild()
+        self._go_back(self.num_fed - 1)
 
-    def repair(self) -> None:
+    def _go_back(self, position: int) -> None:
+        self.repair()
+        self.ahead = None
+        if position >= self.num_fed:
+            return
+        if can_trim(self.cache, self.num_fed - position):
+            self._trim_to(position)
+        else:
+            kept = PassLog(list(self.passes.entries))
+            kept.trim(position)
+            self._torn = _Tear.UNKNOWN
+            self._rebuilding = (tuple(kept.entries), position)
+            self.repair()
+
+    def repair(self, cancel: CancelToken = NEVER) -> None:
         """After an error inside a pass: bring every layer back to the ledger's end.
 
         A Python error while the graph was built left layers at different offsets: trimmed back where possible. After
-        an error of an evaluation, or where trimming can't help, the cache is rebuilt by running the recorded passes
-        again.
+        an error of an evaluation, inside a cache's own code, or where trimming can't help, the cache is rebuilt by
+        running the recorded passes again, a checkpoint before each; `Cancelled` there loses nothing, the next call
+        goes on.
         """
-        if self._torn is None:
+        if not self.torn:
             return
-        if self._torn == "graph" and self._trim_torn():
+        if self._rebuilding is None and self._torn is _Tear.BETWEEN_LAYERS and self._trim_torn():
+            self.passes.trim(self.num_fed)
             self._torn = None
             return
-        self.rebuild()
+        self._rebuild(cancel)
 
     def _trim_torn(self) -> bool:
-        extra = [(leaf, _offset(leaf)) for _, leaf in leaves(self.cache)]
-        excess = [(leaf, None if offset is None else offset - self._before - self.num_fed) for leaf, offset in extra]
-        if any(count is None or count < 0 or not adapter_of(leaf).can_trim(leaf, count) for leaf, count in excess):
-            return False
+        excess: list[tuple[Any, int]] = []
+        for _, leaf in leaves(self.cache):
+            offset = _offset(leaf)
+            count = None if offset is None else offset - self._before - self.num_fed
+            if count is None or count < 0 or not adapter_of(leaf).can_trim(leaf, count):
+                return False
+            excess.append((leaf, count))
+        self._torn = _Tear.UNKNOWN
         for leaf, count in excess:
-            adapter_of(leaf).trim(leaf, count or 0)
+            adapter_of(leaf).trim(leaf, count)
         return True
 
-    def rebuild(self) -> None:
+    def _rebuild(self, cancel: CancelToken) -> None:
         """Throw the cache away and run every recorded pass again, from an empty cache."""
         if self._before:
             raise InvalidValueError(
                 "a forward pass failed and the prompt_cache that was passed in can't be rebuilt (its tokens are "
                 "unknown here); make a new cache and prefill again"
             )
-        entries, target = list(self.passes.entries), self.num_fed
-        self.reset()
-        self._torn = None
-        self.replay(entries, target)
+        if self._rebuilding is None:
+            self._rebuilding = (tuple(self.passes.entries), self.num_fed)
+        if self._torn is not None:
+            self.reset()
+        self.replay(*self._rebuilding, cancel=cancel)
+        self._rebuilding = None
 
     def replay(self, entries: Sequence[tuple[str, int, int]], target: int, *, cancel: CancelToken = NEVER) -> None:
         """Run recorded passes over `ids` until the ledger ends at `target`; what the cache has is left out.
@@ -261,32 +307,26 @@ class TokenSequence:
                 continue
             if start > self.num_fed:
                 cancel.checkpoint()
-                self.feed(start)
+                self._prefill_pass(self.ids[self.num_fed : start], start)
             if kind == "decode":
                 while self.num_fed < end:
                     cancel.checkpoint()
                     self.feed_one()
             else:
                 cancel.checkpoint()
-                self._feed_trimmed(start + count, end)
+                tokens = self.ids[self.num_fed : start + count]
+                self._prefill_pass(tokens + [0] * (start + count - self.num_fed - len(tokens)), end)
         if self.num_fed < target:
             cancel.checkpoint()
-            self.feed(target)
-
-    def _feed_trimmed(self, pass_end: int, end: int) -> None:
-        known = len(self.ids)
-        self.ids += [0] * (pass_end - known)
-        try:
-            self.feed(pass_end)
-        finally:
-            del self.ids[known:]
-        self._trim_to(end)
+            self._prefill_pass(self.ids[self.num_fed : target], target)
 
     def _trim_to(self, position: int) -> None:
         if self.num_fed > position:
+            self._torn = _Tear.UNKNOWN
             trim(self.cache, self.num_fed - position)
             self.num_fed = position
             self.passes.trim(position)
+            self._torn = None
 
     def feed_one(self) -> None:
         """Run the decode pass of the next token of `ids` again; its logits are already known and not computed."""
@@ -298,10 +338,29 @@ class TokenSequence:
 
     def reset(self) -> None:
         """Empty the cache; `ids` stay, all of them to be fed again."""
+        self._torn = _Tear.UNKNOWN  # until the end, should an exception come between
         self.cache[:] = make_cache(self._module, self.options)
         self._recurrent_leaves = None
         self.num_fed = 0
         self.passes = PassLog()
+        self._torn = None
+
+
+class _Tear(enum.Enum):
+    """How a pass ended that didn't end well."""
+
+    BETWEEN_LAYERS = enum.auto()  # every leaf has either had the whole pass or nothing of it; its offset says which
+    UNKNOWN = enum.auto()
+
+
+def _tear(error: BaseException) -> _Tear:
+    """Where in a pass an exception came from: in the code of a cache, anything may be half done."""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == kinds.__file__:
+            return _Tear.UNKNOWN
+        trace = trace.tb_next
+    return _Tear.BETWEEN_LAYERS
 
 
 def _offset(leaf: Any) -> int | None:
