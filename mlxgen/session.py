@@ -251,6 +251,15 @@ class Session:
         ):
             yield event
 
+    async def acontinue(
+        self, *, reply: ReplyOptions | None = None, cancel: CancelToken = NEVER
+    ) -> AsyncIterator[Event]:
+        """`continue_` for asyncio; see `astream`."""
+        async for event in stream_from_owner(
+            self.model, lambda token: self.continue_(reply=reply, cancel=token), cancel=cancel
+        ):
+            yield event
+
     def _start(
         self, reply: ReplyOptions, *, continued: bool, limit: int | None, cancel: CancelToken
     ) -> Iterator[Event]:
