@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Final
@@ -17,24 +16,12 @@ from typing import Final
 from mlxgen.cancellation import CancelToken
 from mlxgen.cli import cached, exitcodes
 from mlxgen.cli.console import Console
+from mlxgen.cli.findings import Finding
 from mlxgen.cli.overview import folder_size
 from mlxgen.errors import MlxgenError
 
 _OLDEST_MACOS: Final = 14
 _PACKAGES: Final = ("mlxgen", "mlx", "mlx-lm", "transformers", "huggingface-hub", "numpy", "pillow", "av")
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the report. `holds` is None for plain information."""
-
-    name: str
-    detail: str
-    holds: bool | None = None
-
-    def line(self) -> str:
-        mark = {None: "      ", True: "ok    ", False: "BROKEN"}[self.holds]
-        return f"{mark} {self.name}: {self.detail}"
 
 
 def run(args: argparse.Namespace, console: Console, cancel: CancelToken) -> int:

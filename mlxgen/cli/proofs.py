@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from mlxgen.cancellation import Cancelled, CancelToken
 from mlxgen.cli.console import Console
-from mlxgen.cli.doctor import Finding
+from mlxgen.cli.findings import Finding
 from mlxgen.cli.overview import look
 from mlxgen.errors import MlxgenError
 from mlxgen.events import Event, Finished, PrefillProgress, Token, Usage
