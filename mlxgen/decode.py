@@ -3,6 +3,7 @@ value."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from mlxgen.prefill import DEFAULT_STEP_SIZE, PrefillPlan, plan_prefill
 from mlxgen.sampling import (
     LogitsProcessor,
     PenaltyState,
+    ResumableProcessor,
     SamplingParams,
     build_penalties,
     build_sampler,
@@ -67,11 +69,25 @@ class DecodeOptions:
                 "use SamplingParams, or don't ask for a snapshot"
             )
         for processor in self.processors:
-            if not is_resumable(processor):
+            if is_resumable(processor):
+                processor_memory(processor)
+            else:
                 raise NotResumableError(
                     f"the logits processor {getattr(processor, '__name__', type(processor).__name__)!r} doesn't say "
                     "how to save its state (name, state(), restore()), so this run can't be saved; see LogitsProcessor"
                 )
+
+
+def processor_memory(processor: ResumableProcessor) -> str:
+    """What a processor wants remembered, as JSON: a copy, and what a resumed run would be given. Raises
+    `NotResumableError`."""
+    try:
+        return json.dumps(processor.state())
+    except (TypeError, ValueError) as error:
+        raise NotResumableError(
+            f"the state of the logits processor {processor.name!r} isn't JSON ({error}), so this run can't be saved; "
+            "give numbers, strings, lists and dicts"
+        ) from error
 
 
 @dataclass(slots=True)
@@ -83,6 +99,7 @@ class _Ahead:
     top: tuple[mx.array, mx.array] | None = None
     vector: mx.array | None = None
     host: Sampled | None = None
+    memory: list[str] | None = None  # what the custom processors remembered when this had been sampled
 
     def arrays(self) -> list[mx.array]:
         return [a for a in (self.token, self.logprob, *(self.top or ()), self.vector) if a is not None]
@@ -141,9 +158,15 @@ class TokenIterator:
         self._penalties: PenaltyState | None = None
         self._history: mx.array | None = None
         self._stale = True
+        self._confused = False
+        self._flight: tuple[_Ahead, _Ahead | None, int] | None = None
         self._commit: tuple[Sampled, _Ahead | None, int] | None = None
+        self._resumable = tuple(processor for processor in options.processors if is_resumable(processor))
+        self._memory = self._memories()
         ahead = sequence.ahead
-        self._ahead = None if ahead is None else _Ahead(mx.array([ahead.id], mx.uint32), host=ahead)
+        self._ahead = (
+            None if ahead is None else _Ahead(mx.array([ahead.id], mx.uint32), host=ahead, memory=self._memory)
+        )
 
     @classmethod
     def from_prompt(
@@ -190,10 +213,16 @@ class TokenIterator:
         return self
 
     def __next__(self) -> Sampled:
-        self._finish_commit()
+        if self._flight is not None or self._commit is not None:
+            # An exception (a KeyboardInterrupt while waiting for it) kept this token from being returned.
+            missed = self._finish_commit()
+            if missed is not None:
+                return missed
         limit = self.options.max_tokens
         if limit is not None and self.step >= limit:
             raise StopIteration
+        if self.sequence.torn:
+            self.sequence.repair(self.cancel)
         if self.sequence.num_fed < len(self.sequence.ids) - 1:
             for _ in self.prefill():
                 pass
@@ -201,14 +230,12 @@ class TokenIterator:
         try:
             return self._one_token(limit)
         except BaseException:
-            # Penalty windows and histories may be a token ahead of the sequence now: build them anew.
-            self._stale = True
+            # Penalty windows, histories and processors may be a token ahead of the sequence now.
+            self._stale = self._confused = True
             raise
 
     def _one_token(self, limit: int | None) -> Sampled:
         sequence = self.sequence
-        if sequence.torn:
-            sequence.repair()
         with mx.stream(generation_stream()):
             if self._stale:
                 self._rebuild_history()
@@ -218,9 +245,9 @@ class TokenIterator:
             following = None
             if (limit is None or self.step + 1 < limit) and not self.synchronous:
                 following = self._launch(ahead.token, self.step + 1)
-            sampled = self._read(ahead)
-        self._commit = (sampled, following, len(sequence.ids))
-        self._finish_commit()
+            self._flight = (ahead, following, len(sequence.ids))
+            sampled = self._finish_commit()
+        assert sampled is not None
         if self.step % _CLEAR_EVERY == 1:
             mx.clear_cache()
         self.last_vector = ahead.vector
@@ -233,7 +260,8 @@ class TokenIterator:
             return ahead.read()
         except Exception:
             self.sequence.failed_eval()
-            self.sequence.ahead = self._ahead = None
+            self._flight = self.sequence.ahead = self._ahead = None
+            self._stale = self._confused = True
             raise
 
     def _launch_pending(self) -> _Ahead:
@@ -257,7 +285,14 @@ class TokenIterator:
         ahead: _Ahead = self.sequence.step(token, consume)
         # Recurrent states are no input of this token, only of the next: submit them too, so that nothing lazy that
         # belongs to this thread's stream is left for whoever closes the loop from another thread.
-        mx.async_eval(ahead.arrays(), self.sequence.side_states())  # type: ignore[no-untyped-call]
+        try:
+            mx.async_eval(ahead.arrays(), self.sequence.side_states())  # type: ignore[no-untyped-call]
+        except Exception:
+            self.sequence.failed_eval()
+            if self._ahead is not None and self._ahead.host is None:
+                self._ahead = None
+            raise
+        ahead.memory = self._memories()
         return ahead
 
     def _choose(self, token: mx.array, logits: mx.array, step: int) -> _Ahead:
@@ -285,6 +320,8 @@ class TokenIterator:
         return ahead
 
     def _rebuild_history(self) -> None:
+        if self._confused:
+            self._recall()
         sequence = self.sequence
         # What was fed. A token to be fed is added by `_choose`, when its pass is built.
         fed = sequence.ids[: sequence.num_fed]
@@ -292,28 +329,52 @@ class TokenIterator:
         self._history = mx.array(fed, mx.uint32) if self.options.processors and fed else None
         self._stale = False
 
-    def _finish_commit(self) -> None:
-        """Apply the commit record. Written in one store, applied idempotently: an exception can land between any
-        two."""
+    def _memories(self) -> list[str]:
+        return [processor_memory(processor) for processor in self._resumable]
+
+    def _recall(self) -> None:
+        """Put the custom processors back to where they were after the last token that counts."""
+        memory = self._memory if self._ahead is None else self._ahead.memory
+        if memory is not None:
+            for processor, state in zip(self._resumable, memory, strict=True):
+                processor.restore(json.loads(state))
+        self._confused = False
+
+    def _finish_commit(self) -> Sampled | None:
+        """Wait for the token in flight and apply its commit record; the token, None if there was nothing to commit.
+
+        Each record is written in one store and applied idempotently: an exception can land between any two.
+        """
         if self._commit is None:
-            return
+            if self._flight is None:
+                return None
+            ahead, following, length = self._flight
+            self._commit = (self._read(ahead), following, length)
         sampled, following, length = self._commit
         sequence = self.sequence
+        sequence.ahead = None
         sequence.last = sampled
         if len(sequence.ids) == length:
             sequence.ids.append(sampled.id)
         if following is not None and sequence.num_fed == length:
             sequence.committed()
+        if self._flight is not None and self._flight[0].memory is not None:
+            self._memory = self._flight[0].memory
         self._ahead = following
         self.step = length + 1 - self._base
-        sequence.ahead = None
+        self._flight = None
         self._commit = None
+        return sampled
 
     def settle(self) -> None:
         """Wait for the token in flight and put it into `sequence.ahead`; afterwards nothing is under way.
 
         To be called when the loop stops for whatever reason, before the sequence is read, saved or used otherwise.
         """
-        self._finish_commit()
-        if self._ahead is not None:
-            self.sequence.ahead = self._read(self._ahead)
+        try:
+            self._finish_commit()
+            if self._ahead is not None:
+                self.sequence.ahead = self._read(self._ahead)
+        finally:
+            if self._confused:
+                self._recall()
