@@ -13,7 +13,7 @@ from mlxgen.errors import MediaError
 from mlxgen.request import MediaOptions
 from mlxgen_vision import animation
 from mlxgen_vision.decode import damaged, decode, open_picture
-from mlxgen_vision.image import bounded_size, load_opened, resize, upright
+from mlxgen_vision.image import announced_size, bounded_size, load_opened, resize, upright
 from mlxgen_vision.limits import MediaLimits, check_size
 from mlxgen_vision.pixels import Rgb, rgb_from_array
 from mlxgen_vision.reader import VideoReader
@@ -25,7 +25,8 @@ _UNBOUNDED: Final = MediaOptions()
 class _PictureReader(VideoReader):
     """Common to all of them: every frame can be asked for by its index and has the first one's size.
 
-    The first frame is decoded on opening (its size is needed to plan) and kept until frames are asked for.
+    Its size, needed to plan, is read from the first frame's header, so that opening a video again decodes nothing
+    twice; where the header doesn't tell, that frame is decoded on opening and kept until frames are asked for.
     """
 
     def __init__(self, opened: OpenedSource, options: MediaOptions, limits: MediaLimits) -> None:
@@ -37,11 +38,14 @@ class _PictureReader(VideoReader):
         self._first: Rgb | None = None
 
     def _measure(self, cancel: CancelToken) -> None:
-        """Decode frame 0 for the size; to be called at the end of a subclass's `__init__`."""
+        """Find frame 0's size; to be called at the end of a subclass's `__init__`."""
         cancel.checkpoint()
-        self._first = self._decode(0, cancel)
-        height, width = self._first.shape[:2]
-        self.original_size = (height, width)
+        announced = self._announced_size(cancel)
+        if announced is None:
+            cancel.checkpoint()
+            self._first = self._decode(0, cancel)
+            announced = (self._first.shape[0], self._first.shape[1])
+        self.original_size = announced
         self.size = bounded_size(self.original_size, self._options)
 
     def _set_durations(self, durations_s: list[float]) -> None:
@@ -73,6 +77,10 @@ class _PictureReader(VideoReader):
         """A frame, or None where the file ends before it should."""
         return self._decode(index, cancel)
 
+    def _announced_size(self, cancel: CancelToken) -> tuple[int, int] | None:
+        """Frame 0's (height, width) after orientation if that is known without decoding it."""
+        return None
+
     def _decode(self, index: int, cancel: CancelToken) -> Rgb:
         raise NotImplementedError
 
@@ -90,9 +98,12 @@ class SequenceReader(_PictureReader):
         self._set_rate(options.fps)
         self._measure(cancel)
 
+    def _announced_size(self, cancel: CancelToken) -> tuple[int, int] | None:
+        return announced_size(read_frame(self._sources[0], limits=self._limits, cancel=cancel), limits=self._limits)
+
     def _decode(self, index: int, cancel: CancelToken) -> Rgb:
-        opened = read_frame(self._sources[index], limits=self._limits, cancel=cancel)
-        loaded = load_opened(opened, _UNBOUNDED, limits=self._limits, cancel=cancel)
+        # One unit: the checkpoint was before it.
+        loaded = load_opened(read_frame(self._sources[index], limits=self._limits), _UNBOUNDED, limits=self._limits)
         if loaded.note:
             self._notes.append(f"{self._sources[index].name}: {loaded.note}")
         return loaded.rgb
@@ -116,8 +127,11 @@ class ArrayReader(_PictureReader):
         self._set_rate(options.fps)
         self._measure(cancel)
 
+    def _announced_size(self, cancel: CancelToken) -> tuple[int, int] | None:
+        return (int(self._array.shape[1]), int(self._array.shape[2]))
+
     def _decode(self, index: int, cancel: CancelToken) -> Rgb:
-        return rgb_from_array(self._array[index], f"frame {index} of {self.name}", cancel=cancel)
+        return rgb_from_array(self._array[index], f"frame {index} of {self.name}")
 
 
 class AnimationReader(_PictureReader):
@@ -162,7 +176,7 @@ class AnimationReader(_PictureReader):
             self._advance()
         decode(self._image, self.name, self._kind, self._limits)
         notes: list[str | None] = []
-        rgb = upright(self._image, self.name, notes, cancel)
+        rgb = upright(self._image, self.name, notes)
         self._notes += [note for note in notes if note]
         return rgb
 

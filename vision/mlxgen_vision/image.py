@@ -28,6 +28,10 @@ _FILTERS: Final = {
 }
 
 
+_HEADER_TELLS: Final = ("PNG", "JPEG", "WebP", "BMP", "PPM")
+_PNG_TEXTS: Final = (b"eXIf", b"iTXt", b"zTXt", b"Raw profile")  # chunks that may hold an orientation
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedImage:
     """A decoded picture: `rgb` is uint8 (height, width, 3), upright, opaque, within the options' bounds.
@@ -88,6 +92,25 @@ def load_opened(
         rgb = resize(rgb, target, "bicubic")
     note = "; ".join(n for n in notes if n) or None
     return LoadedImage(rgb, opened.source_hash, name, (height, width), note)
+
+
+def announced_size(opened: OpenedSource, *, limits: MediaLimits = DEFAULT_LIMITS) -> tuple[int, int] | None:
+    """(height, width) that `load_opened` will give without bounds, from what is known without decoding, or None.
+
+    None where only decoding tells: a GIF's first frame may enlarge it, a PNG's orientation may stand behind its pixels.
+    """
+    data = opened.data
+    if isinstance(data, np.ndarray):
+        return (data.shape[0], data.shape[1]) if data.ndim >= 2 else None
+    if isinstance(data, bytes):
+        image, kind = open_picture(data, opened.name, limits)
+        told = kind in _HEADER_TELLS and not (kind == "PNG" and any(mark in data for mark in _PNG_TEXTS))
+        orientation = orientation_of(image)[0] if told and kind != "PNG" else 1
+        width, height = image.size
+        image.close()
+        if told:
+            return (width, height) if orientation >= 5 else (height, width)
+    return None
 
 
 def check_options(options: MediaOptions) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from mlxgen.cancellation import CancelToken
+from mlxgen.cancellation import NEVER, CancelToken
 from mlxgen.errors import MediaError
 from mlxgen.inputs import PreparedMedium
 from mlxgen.request import ImagePart, VideoPart
 from mlxgen_vision.image import load_image
+from mlxgen_vision.source import is_address
 from mlxgen_vision.video import VideoReader, open_video
 
 _log = logging.getLogger(__name__)
@@ -56,7 +57,9 @@ def prepare_image(
     if partial is not None and partial.prepared:
         return partial
     cancel.checkpoint()
-    picture = load_image(part.source, part.options, cancel=cancel)
+    # No checkpoint from here to the commit, or a stop would find work done that is then done again. Only waiting for a
+    # server is not work.
+    picture = load_image(part.source, part.options, cancel=cancel if is_address(part.source) else NEVER)
     require_same_source(partial, picture.source_hash, picture.name)
     pixels, geometry = arrange(picture.rgb)
     medium = PreparedMedium(kind="image") if partial is None else partial

@@ -108,6 +108,11 @@ def open_source(
     )
 
 
+def is_address(source: Any) -> bool:
+    """Whether opening it means waiting for a server."""
+    return isinstance(source, str) and _SCHEME.match(source) is not None
+
+
 def read_frame(
     frame: FrameSource, *, limits: MediaLimits = DEFAULT_LIMITS, cancel: CancelToken = NEVER
 ) -> OpenedSource:

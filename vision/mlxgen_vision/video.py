@@ -26,9 +26,10 @@ def open_video(
 ) -> VideoReader:
     """Open a video file, an animation, a folder or list of frames, or an array (frames, h, w, channels).
 
-    Everything about it is known on return (count, rate, times, size), and its first frame was decoded once. Checkpoints
-    come between blocks and packets read. Raises `MediaError` for a missing, damaged, empty or sound-only file, an
-    unknown codec, a still picture, or frames that differ in size.
+    Everything about it is known on return (count, rate, times, size); a file's first frame was decoded for that, a
+    folder's only where its header doesn't tell its size. Checkpoints come between blocks and packets read. Raises
+    `MediaError` for a missing, damaged, empty or sound-only file, an unknown codec, a still picture, or frames that
+    differ in size.
     """
     check_options(options)
     opened = open_source(source, kind="video", allow_urls=options.allow_urls, limits=limits, cancel=cancel)

@@ -1,0 +1,1 @@
+"""What the tests of vision in sessions share: tiny checkpoints of every family, one job, and counters."""
