@@ -41,7 +41,8 @@ def run(args: argparse.Namespace, console: Console, cancel: CancelToken) -> int:
 
 def prompt_parts(args: argparse.Namespace) -> list[Part]:
     """The user's turn: pictures and video, then the text."""
-    return [*media_parts(args), prompt_text(args)]
+    text = prompt_text(args)
+    return [*media_parts(args), text]
 
 
 def new_session(args: argparse.Namespace, parts: list[Part], console: Console, cancel: CancelToken) -> Session:

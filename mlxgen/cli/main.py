@@ -8,7 +8,8 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, metadata
 from typing import NoReturn
@@ -43,10 +44,10 @@ def _run(args: argparse.Namespace, signalled: CancelToken) -> int:
     console = Console(
         quiet=getattr(args, "quiet", False), bars=not as_json, on_closed=lambda: signalled.cancel("disconnect")
     )
-    _quieten(console)
     try:
-        command = import_module(f"mlxgen.cli.{args.command}")
-        code: int = command.run(args, console, cancel)
+        with _quiet_libraries(console):
+            command = import_module(f"mlxgen.cli.{args.command}")
+            code: int = command.run(args, console, cancel)
     except Cancelled as stop:
         # Before there was anything to save: while downloading, say.
         console.clear_bar()
@@ -93,23 +94,32 @@ def _tracker() -> str:
     return f" at {urls['Issues']}" if "Issues" in urls else ""
 
 
-def _quieten(console: Console) -> None:
+@contextmanager
+def _quiet_libraries(console: Console) -> Iterator[None]:
     """Silence what libraries say (deprecations, missing frameworks): no user can act on it. Show mlxgen's warnings."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if not sys.warnoptions and not os.environ.get(DEBUG_VARIABLE):
-        warnings.simplefilter("ignore")
-    logging.getLogger().addHandler(logging.NullHandler())
-    for name in ("mlxgen", "mlxgen_vision"):
-        logging.getLogger(name).addHandler(ConsoleHandler(console))
+    handler = ConsoleHandler(console)
+    nothing = logging.NullHandler()
+    loggers = [logging.getLogger(name) for name in ("mlxgen", "mlxgen_vision")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    logging.getLogger().addHandler(nothing)
+    with warnings.catch_warnings():
+        if not sys.warnoptions and not os.environ.get(DEBUG_VARIABLE):
+            warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            for logger in loggers:
+                logger.removeHandler(handler)
+            logging.getLogger().removeHandler(nothing)
 
 
 def _leave_now(code: int) -> NoReturn:
-    """The second press: out at once, without waiting for a save. The journal has every token that was shown."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError, AttributeError):
-            continue
+    """The second press: out at once, without waiting for a save, or for a reader who doesn't read (so no flush).
+
+    The journal has every token that was shown.
+    """
     os._exit(code)

@@ -25,8 +25,8 @@ _MAX_CELLS: Final = 1024
 def draw_preview(overview: Overview, target: Path) -> int:
     """Write the sheet (the format by the name's ending) and say how many pictures, frames and tiles are on it.
 
-    A sheet has room for 1024; more than that are a `MediaError`. One file of the snapshot is in memory at a time. Raises `MediaError` when nothing was prepared yet or the sheet
-    can't be written, `SnapshotError` for damaged files.
+    One file of the snapshot is in memory at a time. Raises `MediaError` when nothing was prepared yet, there is more
+    than fits on a sheet (1024) or it can't be written; `SnapshotError` for damaged files.
     """
     cells: list[tuple[str, Image.Image]] = []
     for medium, index, array in _frames(overview):

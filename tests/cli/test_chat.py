@@ -1,0 +1,199 @@
+"""The chat in a terminal of 20 columns (a pty), and over a pipe."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cli.commands import LONG, call, llama, snapshots
+
+from mlxgen.cli.console import bar_line
+
+COLUMNS = 20
+
+
+class Terminal:
+    """A process on a pseudo-terminal; what it shows is gathered in `shown`."""
+
+    def __init__(self, args: list[str]) -> None:
+        self.master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "mlxgen", *args],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(slave)
+        self.shown = b""
+        self._position = 0
+
+    def wait_for(self, pattern: bytes, timeout: float = 60) -> bytes:
+        """Read until something new matches; what came before it."""
+        deadline = time.monotonic() + timeout
+        while True:
+            match = re.search(pattern, self.shown[self._position :])
+            if match:
+                before = self.shown[self._position : self._position + match.start()]
+                self._position += match.end()
+                return before
+            if not self._read(deadline):
+                raise AssertionError(f"no {pattern!r} in {self.shown[self._position :]!r}")
+
+    def _read(self, deadline: float) -> bool:
+        ready, _, _ = select.select([self.master], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return False
+        try:
+            data = os.read(self.master, 65536)
+        except OSError:  # Linux's end of file
+            return False
+        self.shown += data
+        return bool(data)
+
+    def type(self, text: bytes) -> None:
+        os.write(self.master, text)
+
+    def close(self) -> int:
+        while self._read(time.monotonic() + 30):
+            pass
+        os.close(self.master)
+        return self.process.wait(timeout=30)
+
+
+def test_chat_on_a_narrow_terminal(capfdbinary: Any, cache: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "talk.mlxgen"
+    terminal = Terminal(
+        ["chat", "--model", llama(), "--ignore-eos", "--max-tokens", str(LONG), "--prefill-step-size", "64"]
+    )
+    try:
+        terminal.wait_for(b"> ")
+        terminal.type(b"word " * 150 + b"\n")
+        # Bars while the prompt is read, then Ctrl-C in the middle of the answer keeps it.
+        terminal.wait_for(rb"prompt +100%")
+        terminal.wait_for(rb"\x1b\[K[^\r]{30,}")
+        terminal.type(b"\x03")
+        terminal.wait_for(rb"/continue goes on")
+        terminal.wait_for(b"> ")
+        terminal.type(b"/undo\n")
+        terminal.wait_for(rb"took back: word word")
+        terminal.wait_for(b"> ")
+        terminal.type(b"second\n")
+        terminal.wait_for(rb"prompt +100%")
+        terminal.wait_for(rb"\x1b\[K[^\r]{30,}")
+        terminal.type(b"\x03")
+        terminal.wait_for(rb"/continue goes on")
+        terminal.wait_for(b"> ")
+        terminal.type(f"/save {saved}\n".encode())
+        terminal.wait_for(rb"saved /")
+        terminal.wait_for(b"> ")
+        # At the prompt: once asks, twice leaves.
+        terminal.type(b"\x03")
+        terminal.wait_for(rb"Ctrl-C again leaves")
+        terminal.type(b"\x03")
+        terminal.wait_for(rb"chat --resume")
+    finally:
+        code = terminal.close()
+    assert code == 130
+    bars = re.findall(rb"\r\x1b\[K([^\r\n]*?)(?=\r)", terminal.shown)
+    drawn = [bar.decode() for bar in bars if b"%" in bar and b"prompt" in bar]
+    assert len(drawn) >= 3
+    assert all(len(bar) < COLUMNS for bar in drawn)
+    shown = json.loads(call(capfdbinary, "snapshots", "show", str(saved), "--json").out)
+    assert [turn["role"] for turn in shown["turns"]] == ["user", "assistant"]
+    assert shown["turns"][0]["text"] == "second"
+    assert shown["turns"][1]["tokens"] > 0
+    assert len(snapshots(cache)) == 1
+    history = cache.parent / "chat_history"
+    assert history.stat().st_mode & 0o777 == 0o600
+    assert "second" in history.read_text()
+
+
+def talk(
+    capfdbinary: Any, monkeypatch: pytest.MonkeyPatch, lines: bytes, *args: str, model: bool = True
+) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(lines), isatty=lambda: False))
+    chosen = ["--model", llama()] if model else []
+    result = call(capfdbinary, "chat", *chosen, "--ignore-eos", "--max-tokens", "6", *args)
+    return result.code, result.out.decode(), result.err
+
+
+def test_commands_over_a_pipe(capfdbinary: Any, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "talk.mlxgen"
+    lines = b"hello\n/retry\n/continue\nbye\n/undo\n//x\n/nonsense\n"
+    lines += b"/image\n/image nowhere.png\n/save\n\xff\n\n/exit\nnever\n"
+    code, out, err = talk(capfdbinary, monkeypatch, lines, "--snapshot", str(path), "--system", "Be brief.")
+    assert code == 0
+    assert "unknown command /nonsense" in err
+    assert "/image needs a path" in err
+    assert "nowhere.png" in err
+    assert "/save needs a path" in err
+    assert "not UTF-8" in err
+    assert f"chat --resume {path}" in err
+    assert "with --temp 0 the answer is the same" in err
+    assert out.count("\n") >= 5
+    shown = json.loads(call(capfdbinary, "snapshots", "show", str(path), "--json").out)
+    roles = [(turn["role"], turn["text"], turn["tokens"]) for turn in shown["turns"]]
+    assert roles == [
+        ("system", "Be brief.", None),
+        ("user", "hello", None),
+        ("assistant", "", 12),  # six, answered again, and six more
+        ("user", "/x", None),
+        ("assistant", "", 6),
+    ]
+    assert snapshots(cache) == []
+    # Go on with it in a new session; only the new turn is prefilled.
+    code, _, err = talk(capfdbinary, monkeypatch, b"more\n", "--resume", str(path), model=False)
+    assert code == 0
+    assert "2 answers so far" in err
+    shown = json.loads(call(capfdbinary, "snapshots", "show", str(path), "--json").out)
+    assert [turn["text"] for turn in shown["turns"] if turn["role"] == "user"] == ["hello", "/x", "more"]
+
+
+def test_a_retry_is_another_answer(capfdbinary: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = ("--temp", "1.0", "--seed", "5")
+    _, once, _ = talk(capfdbinary, monkeypatch, b"hello\n", *args)
+    _, twice, _ = talk(capfdbinary, monkeypatch, b"hello\n/retry\n", *args)
+    assert twice.startswith(once)
+    assert len(twice) > len(once)
+    assert twice.removeprefix(once) != once
+
+
+def test_nothing_said_leaves_nothing(capfdbinary: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, err = talk(capfdbinary, monkeypatch, b"/help\n/undo\n/retry\n/continue\n")
+    assert code == 0
+    assert out == ""
+    assert "//text" in err
+    assert err.count("error:") == 3
+    assert "--resume" not in err
+    assert snapshots(cache) == []
+
+
+def test_bars_fit_any_terminal() -> None:
+    for width in range(1, 130):
+        for label in ("prompt", "encode frames", "download MB"):
+            for done, total in ((0, 1), (7, 40), (123456, 999999), (5, 0)):
+                assert len(bar_line(label, done, total, width)) <= width - 1
+
+
+def test_bars_say_what_there_is_room_for() -> None:
+    assert bar_line("prompt", 512, 2048, 8) == " 25%"
+    assert bar_line("prompt", 512, 2048, 20) == "prompt  25%"
+    assert bar_line("prompt", 512, 2048, 24) == "prompt  25% 512/2048"
+    assert bar_line("prompt", 512, 2048, 40) == "prompt  25% [####............] 512/2048"
