@@ -8,13 +8,24 @@ prompt, plan, pass, tok, mark, finish, undo.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlxgen.errors import SnapshotError
 from mlxgen.request import ImagePart, MediaOptions, MediaPart, VideoPart
 from mlxgen.sequence import PassLog, Sampled
 from mlxgen.snapshot.store import Record
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """Where a reply's last run began: after `num_tokens` tokens, with the unseen next one (if it was sampled already)
+    and what the custom processors remembered. `num_records` had been written before."""
+
+    num_tokens: int
+    pending: Sampled | None
+    memory: tuple[Any, ...]
+    num_records: int
 
 
 @dataclass(slots=True)
@@ -36,6 +47,7 @@ class Reply:
     finish: dict[str, Any] | None = None
     num_prompt_tokens: int = 0
     step_size: int | None = None
+    resumed: Resumption | None = None
 
     @property
     def finished(self) -> bool:
@@ -102,6 +114,8 @@ class History:
     passes: PassLog = field(default_factory=PassLog)
     records: list[Record] = field(default_factory=list)
     layout: MediaLayout | None = None  # None: there are no media in `ids`
+    laid_out: Reply | None = None  # whose prompt and tokens `ids` are; an undone reply's stay until the next prompt
+    torn: bool = False  # a record was applied by half (an exception of a signal handler): replay the records
 
     @classmethod
     def replay(cls, records: Iterable[Record]) -> History:
@@ -121,13 +135,15 @@ class History:
         handler = _HANDLERS.get(record.type)
         if handler is None:
             raise SnapshotError(f"the journal has a record of unknown type {record.type!r}; use a newer mlxgen")
+        self.torn = True
         try:
             handler(self, record.data)
-        except (KeyError, TypeError, IndexError, ValueError) as error:
+        except (KeyError, TypeError, IndexError, ValueError, AttributeError, OverflowError) as error:
             raise SnapshotError(
                 f"the journal's {record.type!r} record is malformed ({error}); it can't be used"
             ) from error
         self.records.append(record)
+        self.torn = False
 
     # -- handlers ------------------------------------------------------------------------------------------------
 
@@ -159,7 +175,15 @@ class History:
             reply.options, reply.limit, reply.finish = dict(data["options"]), data["limit"], None
         else:
             options = dict(data["options"])
-            self.turns.append(Turn("assistant", reply=Reply(options, data["limit"], tuple(options["stop"]))))
+            reply = Reply(options, data["limit"], tuple(options["stop"]))
+            self.turns.append(Turn("assistant", reply=reply))
+        pending = data.get("pending")
+        reply.resumed = Resumption(
+            len(reply.tokens),
+            None if pending is None else _sampled(pending),
+            tuple(data.get("memory", ())),
+            len(self.records),
+        )
 
     def _prompt(self, data: Mapping[str, Any]) -> None:
         keep = int(data["keep"])
@@ -167,13 +191,16 @@ class History:
         self.ids += [int(token) for token in data["ids"]]
         self.passes.trim(keep)
         self.num_fed = keep
-        reply = self._open_reply()
-        reply.start = len(self.ids)
-        reply.num_prompt_tokens = len(self.ids)
+        reply = self.laid_out = self._open_reply()
+        # A reply that goes on after another one in its place was undone: its own tokens end the prompt.
+        reply.start = len(self.ids) - len(reply.tokens)
+        reply.num_prompt_tokens = reply.start
+        if reply.resumed is not None:
+            reply.resumed = replace(reply.resumed, pending=None)
         reply.step_size = data.get("step_size")
         media = tuple(int(index) for index in data.get("media", ()))
         replies = tuple((int(start), int(end)) for start, end in data.get("replies", ()))
-        self.layout = MediaLayout(media, len(self.ids), replies) if media else None
+        self.layout = MediaLayout(media, reply.start, replies) if media else None
 
     def _plan(self, data: Mapping[str, Any]) -> None:
         self._open_reply().step_size = int(data["step_size"])
@@ -184,13 +211,12 @@ class History:
         self.num_fed = int(start) + int(count)
 
     def _tok(self, data: Any) -> None:
-        token, logprob, top = (list(data) + [None, None])[:3]
-        tops = None if top is None else tuple((int(i), float(v)) for i, v in top)
+        sampled = _sampled(data)
         # That it was sampled says that the token before it had been fed.
         self.passes.decode(len(self.ids) - 1)
         self.num_fed = len(self.ids)
-        self.ids.append(int(token))
-        self._open_reply().tokens.append(Sampled(int(token), None if logprob is None else float(logprob), tops))
+        self.ids.append(sampled.id)
+        self._open_reply().tokens.append(sampled)
 
     def _mark(self, data: Any) -> None:
         count, kind, detail = (list(data) + [None])[:3]
@@ -227,9 +253,18 @@ _HANDLERS = {
 
 
 def token_record(token: Sampled) -> Record:
+    """The record of a token the user is about to see."""
+    return Record("tok", token_data(token))
+
+
+def token_data(token: Sampled) -> list[Any]:
     """The shortest form that says it: [id], [id, logprob] or [id, logprob, top]."""
     if token.top is not None:
-        return Record("tok", [token.id, token.logprob, [list(pair) for pair in token.top]])
-    if token.logprob is not None:
-        return Record("tok", [token.id, token.logprob])
-    return Record("tok", [token.id])
+        return [token.id, token.logprob, [list(pair) for pair in token.top]]
+    return [token.id] if token.logprob is None else [token.id, token.logprob]
+
+
+def _sampled(data: Any) -> Sampled:
+    token, logprob, top = (list(data) + [None, None])[:3]
+    tops = None if top is None else tuple((int(i), float(v)) for i, v in top)
+    return Sampled(int(token), None if logprob is None else float(logprob), tops)

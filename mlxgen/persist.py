@@ -23,13 +23,13 @@ from mlxgen.snapshot.export import (
     export_media,
     media_states,
     trim_entries,
+    unchanged,
+    with_pending,
 )
 from mlxgen.snapshot.store import FileEntry, HostArray, JournalPin, Record, SnapshotStore
-from mlxgen.state import SessionState
+from mlxgen.state import SessionState, Unit
 
 _log = logging.getLogger(__name__)
-
-_QUEUE_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,6 @@ class _NewFile:
     arrays: Mapping[str, HostArray]
     meta: dict[str, Any]
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays.values())
-
 
 @dataclass(slots=True)
 class _Job:
@@ -66,6 +62,7 @@ class _Job:
     restart: bool
     body: dict[str, Any]
     pin: JournalPin
+    same_state: bool = False  # nothing was fed since the job before: its `state` files still hold
     error: BaseException | None = None
 
 
@@ -79,7 +76,6 @@ class _Writer:
         self._store = store
         self._files = files
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
-        self._queued_bytes = 0
         self.failed: str | None = None
         self._thread = threading.Thread(target=self._run, name="mlxgen-snapshot-writer", daemon=True)
         self._thread.start()
@@ -88,12 +84,7 @@ class _Writer:
     def busy(self) -> bool:
         return self._jobs.unfinished_tasks > 0
 
-    @property
-    def full(self) -> bool:
-        return self._queued_bytes > _QUEUE_BYTES
-
     def submit(self, job: _Job) -> None:
-        self._queued_bytes += sum(new.num_bytes for new in job.new)
         self._jobs.put(job)
 
     def wait(self) -> None:
@@ -116,15 +107,14 @@ class _Writer:
                 if job is not None:
                     job.error = error
             finally:
-                if job is not None:
-                    self._queued_bytes -= sum(new.num_bytes for new in job.new)
                 self._jobs.task_done()
 
     def _write(self, job: _Job) -> None:
         if self.failed is not None and not job.restart:
             raise SnapshotError(self.failed)
         files = [] if job.restart else trim_entries(self._files, job.keep)
-        files = [entry for entry in files if entry.kind != "state"]
+        if not job.same_state:
+            files = [entry for entry in files if entry.kind != "state"]
         added: list[FileEntry] = []
         try:
             for new in job.new:
@@ -160,10 +150,11 @@ class Keeper:
         self._cache = CacheExport()
         self._media: dict[int, tuple[int, int]] = {}
         self._keep = 0
-        self._backlog: list[Record] = []
+        self._stuck = False
         self._next_s = 0.0
         self._next_position = 0
         self._restart = False
+        self._behind = False  # finished units of media wait for the writer
 
     def adopt(self, state: SessionState, cache: CacheExport, media: Mapping[int, tuple[int, int]]) -> None:
         """Take note of what a resumed snapshot's files hold already, so that only what is new gets written."""
@@ -173,32 +164,24 @@ class Keeper:
 
     # -- records -----------------------------------------------------------------------------------------------------
 
-    def append(self, record: Record) -> None:
-        """Write a record to the journal, now. If the disk is full it waits in memory, in order, for a later try."""
-        if record.type == "prompt":
-            self._keep = min(self._keep, int(record.data["keep"]))
-        if self._backlog:
-            self._backlog.append(record)
-            return
-        try:
-            self._store.append(record)
-        except SnapshotError as error:
-            self._backlog.append(record)
-            self.warn(error)
+    def write(self, records: Sequence[Record]) -> None:
+        """Bring the journal up to date with `records`, now. While the disk is full they wait for the next save."""
+        if not self._stuck:
+            self._write(records)
 
-    def append_all(self, records: Sequence[Record]) -> None:
-        """Write the history so far into a new journal. Raises `SnapshotError`."""
-        self._store.append(list(records))
-
-    def _flush_backlog(self) -> bool:
-        if not self._backlog:
-            return True
+    def _write(self, records: Sequence[Record]) -> bool:
+        # Counted by the journal itself: whatever interrupts this, no record is left out or written twice.
+        new = records[self._store.num_records :]
+        for record in new:
+            if record.type == "prompt":
+                self._keep = min(self._keep, int(record.data["keep"]))
         try:
-            self._store.append(self._backlog)
+            self._store.append(new)
         except SnapshotError as error:
+            self._stuck = True
             self.warn(error)
             return False
-        self._backlog = []
+        self._stuck = False
         return True
 
     def warn(self, error: BaseException) -> None:
@@ -210,18 +193,27 @@ class Keeper:
 
     # -- arrays --------------------------------------------------------------------------------------------------------
 
-    def tick(self, state: SessionState, *, media: bool, phase_change: bool, settle: Callable[[], None]) -> None:
-        """Autosave if it is time. `settle` waits for the token in flight; it is only called when something is saved."""
-        if media:
-            if self._writer.full:
-                self._writer.wait()
+    def tick(self, state: SessionState, unit: Unit, settle: Callable[[], None]) -> None:
+        """Autosave if it is time. `settle` waits for the token in flight; it is only called when something is saved.
+
+        A prepared picture is saved at once, after waiting for the one before it: a kill takes what is being worked on
+        and at most one that was finished. What else is finished of media while the writer is busy goes together.
+        """
+        if unit == "image":
+            self._writer.wait()
             self._save(state, settle)
             return
+        if unit in ("frame", "features"):
+            self._behind = True
         now_s = time.monotonic()
-        due = now_s >= self._next_s and (
-            phase_change
-            or now_s >= self._next_s + self._policy.every_s
-            or state.sequence.num_fed >= self._next_position
+        due = (
+            self._behind
+            or (now_s >= self._next_s
+            and (
+                unit == "chunk"
+                or now_s >= self._next_s + self._policy.every_s
+                or state.sequence.num_fed >= self._next_position
+            ))
         )
         if due and not self._writer.busy:
             self._save(state, settle)
@@ -238,22 +230,31 @@ class Keeper:
             if self._writer.busy:
                 return None
             self._restart = True
-        if not self._flush_backlog():
+        if not self._write(state.history.records):
             return None
         settle()
-        if self._restart:
+        restart, self._restart = self._restart, True  # until the job is handed over, whatever comes between
+        if restart:
             self._cache, self._media, self._keep = CacheExport(), {}, 0
-        job = self._job(state)
+        try:
+            job = self._job(state, restart)
+        except Exception as error:
+            self.warn(error)
+            return None
         self._writer.submit(job)
-        self._restart = False
+        self._restart = self._behind = False
         self._schedule(state, time.perf_counter() - began_s)
         return job
 
-    def _job(self, state: SessionState) -> _Job:
+    def _job(self, state: SessionState, restart: bool) -> _Job:
         new = [_NewFile("prep", arrays, meta) for arrays, meta in export_media(state.media, self._media)]
-        keep = min(self._keep, self._cache.position)
-        files, self._cache, restarted = export_cache(state.sequence, self._cache, keep)
-        new += [_NewFile(kind, arrays, meta) for kind, arrays, meta in files]
+        keep = min(self._keep, self._cache.position, state.sequence.num_fed)
+        same = not restart and keep == self._cache.position and unchanged(state.sequence, self._cache)
+        if same:
+            self._cache, restarted = with_pending(self._cache, state.sequence), False
+        else:
+            files, self._cache, restarted = export_cache(state.sequence, self._cache, keep)
+            new += [_NewFile(kind, arrays, meta) for kind, arrays, meta in files]
         self._keep = state.sequence.num_fed
         body = {
             "cache": self._cache.to_json(),
@@ -262,7 +263,7 @@ class Keeper:
             "processors": state.processor_states(),
             **environment(),
         }
-        return _Job(new, 0 if restarted else keep, self._restart, body, self._store.pin())
+        return _Job(new, 0 if restarted else keep, restart, body, self._store.pin(), same_state=same)
 
     def save(self, state: SessionState) -> None:
         """Write everything now and wait until it is on the disk. Raises `SnapshotError` if it can't be."""

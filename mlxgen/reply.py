@@ -90,7 +90,7 @@ class ReplyRun:
             self._settle()
 
     def _settle(self) -> None:
-        iterator, self._iterator = self._iterator, None
+        iterator = self._iterator
         if iterator is None:
             return
         try:
@@ -99,13 +99,15 @@ class ReplyRun:
             # The sequence knows that it is torn and repairs itself before its next pass. What the consumer must see
             # is the error (or the stop) that brought us here.
             _log.debug("the token in flight was lost", exc_info=True)
+        self._iterator = None
 
     def _phases(self) -> Generator[Event, None, _Finish]:
         state = self._state
         for event in media_events(state, self._cancel):
             self._work.count(event)
             yield event
-        if self._reply.start is None:
+        state.sequence.repair(self._cancel)
+        if state.history.laid_out is not self._reply:
             self._lay_out()
         state.catch_up(self._cancel)
         prompt_s = time.perf_counter()
@@ -118,9 +120,8 @@ class ReplyRun:
     def _lay_out(self) -> None:
         """Compute the prompt's ids, go back to what they share with the ledger, and record the rest."""
         state, sequence = self._state, self._state.sequence
-        sequence.repair()
         prompt = state.prompt()
-        target = prompt.ids
+        target = prompt.ids + self._reply.ids
         limit = state.model.context_length
         if limit is not None and len(target) > limit and state.options.cache.max_kv_size is None:
             raise ContextLengthError(
@@ -163,8 +164,9 @@ class ReplyRun:
         state, sequence, reply = self._state, self._state.sequence, self._reply
         total = reply.num_prompt_tokens
         self._reused_tokens = min(sequence.num_fed, total)
-        if reply.tokens:
+        if reply.tokens and sequence.num_fed >= len(sequence.ids) - 1:
             return
+        total = len(sequence.ids)
         yield PrefillProgress(sequence.num_fed, total)
         if reply.step_size is None:
             yield from self._probe(total)
@@ -206,10 +208,11 @@ class ReplyRun:
         limit = self._limit()
         stop_ids = self._stop_ids()
         fed_before = sequence.num_fed
+        assert reply.start is not None
         iterator = self._iterator = TokenIterator(
             sequence,
             options=self._options.decode_options(limit),
-            step=len(reply.tokens),
+            step=len(sequence.ids) - reply.start,
             step_size=reply.step_size or state.options.prefill_step_size,
             cancel=self._cancel,
         )
@@ -317,14 +320,17 @@ def media_events(state: SessionState, cancel: CancelToken) -> Iterator[InputProg
             vision = require_vision(state.model)
             for event in prepare_medium(vision, state.media_part(index), medium, cancel=cancel):
                 state.check_source(index)
-                state.unit_done("media")
+                state.unit_done("image" if medium.kind == "image" else "frame")
                 yield event
     for index in indices:
         medium = state.media[index]
         if not medium.encoded:
             vision = require_vision(state.model)
+            num_parts = len(medium.features)
             for event in encode_medium(vision, medium, cancel=cancel):
-                state.unit_done("media")
+                if len(medium.features) > num_parts:  # a part that stands for several frames has an event for each
+                    num_parts = len(medium.features)
+                    state.unit_done("features")
                 yield event
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from mlxgen.cancellation import NEVER, CancelToken
 from mlxgen.errors import InvalidValueError, SessionBusyError, SnapshotError
 from mlxgen.events import Event, Finished, InputProgress, Usage
-from mlxgen.history import History, Reply, Turn
+from mlxgen.history import History, Reply, Turn, token_data
 from mlxgen.inputs import PreparedMedium
 from mlxgen.models.model import Model
 from mlxgen.options import ReplyOptions, SessionOptions
@@ -22,7 +22,7 @@ from mlxgen.persist import AutosavePolicy, Keeper
 from mlxgen.preparation import require_vision
 from mlxgen.reply import ReplyRun, finished_event, media_events, rebuild_text
 from mlxgen.request import Part
-from mlxgen.sequence import TokenSequence
+from mlxgen.sequence import Sampled, TokenSequence
 from mlxgen.snapshot.store import Record, SnapshotStore
 from mlxgen.state import SessionState
 
@@ -154,6 +154,7 @@ class Session:
         if last is None:
             raise InvalidValueError("there is no turn to take back")
         self.state.record("undo", {"turns": len(turns) - last})
+        self.state.reply_options = None
 
     def drop_reply(self) -> None:
         """Take back the last reply but keep the turn it answers, so that `stream()` answers it again."""
@@ -161,6 +162,7 @@ class Session:
         if self.history.reply is None:
             raise InvalidValueError("the conversation doesn't end with a reply, so there is none to drop")
         self.state.record("undo", {"turns": 1})
+        self.state.reply_options = None
 
     # -- replies ----------------------------------------------------------------------------------------------------
 
@@ -268,10 +270,22 @@ class Session:
         current = self.history.reply
         if continued and current is not None:
             self._let_go(current, reply)
-        self.state.record("reply", {"continued": continued, "options": reply.to_json(), "limit": limit})
+        data: dict[str, Any] = {"continued": continued, "options": reply.to_json(), "limit": limit}
         self.state.reply_options = reply
+        memory = self.state.processor_states()
+        if memory:
+            data["memory"] = memory
+        pending = self._pending() if continued and self.history.laid_out is current else None
+        if pending is not None:
+            data["pending"] = token_data(pending)
+        self.state.record("reply", data)
         self._active = events = self._run(ReplyRun(self.state, reply, cancel))
         return events
+
+    def _pending(self) -> Sampled | None:
+        """The unseen token: sampled with the options the reply had so far, it is its next one with any options."""
+        ahead_by = len(self.sequence.ids) - len(self.history.ids)
+        return self.sequence.ahead if ahead_by == 0 else self.sequence.last if ahead_by == 1 else None
 
     def _let_go(self, current: Reply, reply: ReplyOptions) -> None:
         """Mark that a reply goes on after a stop string, or with other stop strings: text may be let go of."""
@@ -318,6 +332,7 @@ class Session:
         is made, and let go of again. Raises `SnapshotError`; the session goes on either way.
         """
         self._close_active()
+        self.state.agree()
         if self._keeper is not None and (path is None or Path(os.path.abspath(path)) == self._keeper.path):
             self._keeper.save(self.state)
             return self._keeper.path
@@ -337,7 +352,7 @@ class Session:
         store = SnapshotStore.create(path, overwrite=overwrite)
         keeper = Keeper(store, policy)
         try:
-            keeper.append_all(self.history.records)
+            store.append(self.history.records)
         except BaseException:
             keeper.close()
             raise
@@ -355,7 +370,8 @@ class Session:
         if keeper is None:
             return
         try:
-            self._save_quietly(keeper)
+            if self.state.agreed and not self.sequence.torn:
+                self._save_quietly(keeper)
         finally:
             self._finalizer()
 
@@ -380,14 +396,16 @@ class Session:
     def _run_ended(self) -> None:
         """The run has settled. Saving comes here: after the last event, so that it doesn't delay it."""
         self._active = None
+        self.state.heal()
         # After an error inside a pass the cache isn't worth saving before it is repaired, which the next call does; the
         # journal has everything.
-        if self._keeper is not None and not self.sequence.torn:
+        if self._keeper is not None and self.state.agreed and not self.sequence.torn:
             self._save_quietly(self._keeper)
 
     def _close_active(self) -> None:
         active = self._active
         if active is None:
+            self.state.heal()
             return
         try:
             active.close()  # type: ignore[attr-defined]
@@ -396,6 +414,7 @@ class Session:
                 "another thread is in the middle of this session's reply; cancel its token and wait for its last event"
             ) from error
         self._active = None
+        self.state.heal()
 
 
 def model_record(model: Model) -> dict[str, Any]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from mlxgen.cancellation import CancelToken
+from mlxgen.decode import processor_memory
 from mlxgen.errors import InvalidValueError, MediaError
 from mlxgen.history import History, MediumSource
 from mlxgen.inputs import PreparedMedium
@@ -20,15 +22,18 @@ from mlxgen.sampling import is_resumable
 from mlxgen.sequence import TokenSequence
 from mlxgen.snapshot.store import Record
 
+# What was committed: a prepared picture, a prepared video frame, an encoded part of a medium, a prefill chunk, a token.
+Unit = Literal["image", "frame", "features", "chunk", "token"]
+
 
 class Journal(Protocol):
     """Who writes down what happens to a state (`persist.Keeper`)."""
 
-    def append(self, record: Record) -> None:
-        """Write one record, now."""
+    def write(self, records: Sequence[Record]) -> None:
+        """Write those of all records that aren't written yet, now."""
         ...
 
-    def tick(self, state: SessionState, *, media: bool, phase_change: bool, settle: Callable[[], None]) -> None:
+    def tick(self, state: SessionState, unit: Unit, settle: Callable[[], None]) -> None:
         """A unit was committed: save arrays if it is time."""
         ...
 
@@ -67,12 +72,44 @@ class SessionState:
         """The same for a record that exists already."""
         self.history.apply(record)
         if self.journal is not None:
-            self.journal.append(record)
+            self.journal.write(self.history.records)
 
-    def unit_done(self, kind: str, settle: Callable[[], None] | None = None) -> None:
-        """One unit was committed ("media", "chunk" or "token"): the moment for an autosave."""
+    def heal(self) -> None:
+        """Bring history and sequence together again after an exception in just the wrong place.
+
+        A `KeyboardInterrupt` can land between any two steps. What was computed and not recorded is recorded now (but
+        for a sampled token, which belongs to the next event); what was recorded by half is replayed.
+        """
+        if self.history.torn:
+            self.history = History.replay(self.history.records)
+        del self.media[len(self.history.media) :], self.sources[len(self.history.media) :]
+        if self.history.torn or len(self.sequence.ids) != len(self.history.ids):
+            return
+        for kind, start, count in list(self.sequence.passes.entries):
+            if kind == "prefill" and start >= self.history.num_fed and start + count <= self.sequence.num_fed:
+                self.record("pass", [start, count])
+
+    @property
+    def agreed(self) -> bool:
+        """Whether sequence and history are at the same token: what is saved together must be."""
+        return not self.history.torn and len(self.sequence.ids) == len(self.history.ids)
+
+    def agree(self) -> None:
+        """Take out of the sequence what the history doesn't know; it is computed again when the reply goes on."""
+        self.heal()
+        sequence, known = self.sequence, self.history.ids
+        if sequence.ids == known:
+            return
+        common = next((i for i, (a, b) in enumerate(zip(sequence.ids, known, strict=False)) if a != b), None)
+        if common is None:
+            common = min(len(sequence.ids), len(known))
+        sequence.retract(min(common, sequence.num_fed))
+        sequence.ids = list(known)
+
+    def unit_done(self, unit: Unit, settle: Callable[[], None] | None = None) -> None:
+        """One unit was committed: the moment for an autosave."""
         if self.journal is not None:
-            self.journal.tick(self, media=kind == "media", phase_change=kind == "chunk", settle=settle or _nothing)
+            self.journal.tick(self, unit, settle or _nothing)
 
     def catch_up(self, cancel: CancelToken) -> None:
         """Feed again what a resume had to leave out, now that all media are encoded. After a stop: begin anew."""
@@ -88,9 +125,9 @@ class SessionState:
     def processor_states(self) -> list[Any]:
         """What the custom processors of the reply under way want saved."""
         options = self.reply_options
-        if options is None or not self.unfinished:
+        if options is None or self.history.reply is None:
             return []
-        return [processor.state() for processor in options.processors if is_resumable(processor)]
+        return [json.loads(processor_memory(processor)) for processor in options.processors if is_resumable(processor)]
 
     # -- media ----------------------------------------------------------------------------------------------------
 
@@ -100,12 +137,13 @@ class SessionState:
         path = os.path.abspath(part.source) if _is_path(part.source) else None
         name = path if path is not None else f"<{type(part.source).__name__}>"
         source_hash = hash_file(path) if path is not None and os.path.isfile(path) else ""
+        # Before the record: `heal` drops what has none.
+        self.sources.append(part)
+        self.media.append(PreparedMedium(kind="image" if kind == "image" else "video", source_name=name))
         self.record(
             "medium",
             {"kind": kind, "name": name, "path": path, "source_hash": source_hash, "options": asdict(part.options)},
         )
-        self.sources.append(part)
-        self.media.append(PreparedMedium(kind="image" if kind == "image" else "video", source_name=name))
         return len(self.media) - 1
 
     def media_in_use(self) -> list[int]:
@@ -148,7 +186,7 @@ class SessionState:
             if turn.reply is None:
                 parts = [part if isinstance(part, str) else self._part_of(part) for part in turn.parts]
                 messages.append(chat_message(self.model, turn.role, parts))
-            elif turn.reply.tokens:
+            elif turn.reply.tokens and turn is not self.history.turns[-1]:
                 ids = turn.reply.ids
                 # The token that ended the turn is the template's to write.
                 if turn.reply.finish and ids[-1] in self.model.eos_token_ids:
@@ -169,6 +207,8 @@ class SessionState:
         remaining = list(media)
         for turn in self.history.turns:
             if turn.reply is not None:
+                if turn is self.history.turns[-1]:
+                    break  # the reply that is to begin here, or to go on
                 ranges.append((len(ids), len(ids) + len(turn.reply.tokens)))
                 ids += turn.reply.ids
             else:

@@ -154,6 +154,21 @@ def export_cache(sequence: TokenSequence, before: CacheExport, keep: int) -> tup
     )
 
 
+def unchanged(sequence: TokenSequence, before: CacheExport) -> bool:
+    """Whether the files of `before` (all of whose rows still count) hold the caches as they are: nothing was fed."""
+    return (
+        bool(before.leaves)
+        and not sequence.torn
+        and sequence.num_fed == before.position
+        and tuple(sequence.passes.entries) == before.passes
+    )
+
+
+def with_pending(before: CacheExport, sequence: TokenSequence) -> CacheExport:
+    """The same caches, with the pending token there is now."""
+    return replace(before, pending=sequence.ahead, num_ids=len(sequence.ids))
+
+
 def _segments(growing: Sequence[tuple[str, Any, Any]], start: int, end: int) -> Iterator[NewFile]:
     row_bytes = sum(
         array.nbytes // max(array.shape[-2], 1) for _, leaf, adapter in growing for array in adapter.arrays(leaf)

@@ -251,6 +251,10 @@ class JournalWriter:
     def length(self) -> int:
         return self._state[0]
 
+    @property
+    def num_records(self) -> int:
+        return self._state[2]
+
     def sync(self) -> None:
         """Flush everything appended so far to the disk. Raises `SnapshotError`.
 

@@ -209,6 +209,11 @@ class SnapshotStore:
         if sync:
             self._journal.sync()
 
+    @property
+    def num_records(self) -> int:
+        """How many records the journal holds."""
+        return self._journal.num_records
+
     def pin(self) -> JournalPin:
         """The journal's length and hash at this moment, for `commit`; takes microseconds, however long it is."""
         return self._journal.pin()
