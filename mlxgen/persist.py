@@ -206,14 +206,13 @@ class Keeper:
         if unit in ("frame", "features"):
             self._behind = True
         now_s = time.monotonic()
-        due = (
-            self._behind
-            or (now_s >= self._next_s
+        due = self._behind or (
+            now_s >= self._next_s
             and (
                 unit == "chunk"
                 or now_s >= self._next_s + self._policy.every_s
                 or state.sequence.num_fed >= self._next_position
-            ))
+            )
         )
         if due and not self._writer.busy:
             self._save(state, settle)
