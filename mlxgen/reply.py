@@ -318,6 +318,7 @@ def media_events(state: SessionState, cancel: CancelToken) -> Iterator[InputProg
         medium = state.media[index]
         if not medium.prepared:
             vision = require_vision(state.model)
+            state.check_folder(index, cancel)
             for event in prepare_medium(vision, state.media_part(index), medium, cancel=cancel):
                 state.check_source(index)
                 state.unit_done("image" if medium.kind == "image" else "frame")

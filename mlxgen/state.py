@@ -16,7 +16,7 @@ from mlxgen.history import History, MediumSource
 from mlxgen.inputs import PreparedMedium
 from mlxgen.models.model import Model
 from mlxgen.options import ReplyOptions, SessionOptions
-from mlxgen.preparation import Conversation, Prompt, chat_message, chat_prompt, hash_file, raw_ids
+from mlxgen.preparation import Conversation, Prompt, chat_message, chat_prompt, hash_file, hash_folder, raw_ids
 from mlxgen.request import ImagePart, MediaPart
 from mlxgen.sampling import is_resumable
 from mlxgen.sequence import TokenSequence
@@ -134,9 +134,9 @@ class SessionState:
     def add_medium(self, part: MediaPart) -> int:
         """Take note of a medium of the turn that is being added; its index. Its content is hashed now."""
         kind = "image" if isinstance(part, ImagePart) else "video"
-        path = os.path.abspath(part.source) if _is_path(part.source) else None
+        path = _place_of(part.source)
         name = path if path is not None else f"<{type(part.source).__name__}>"
-        source_hash = hash_file(path) if path is not None and os.path.isfile(path) else ""
+        source_hash = "" if path is None else _hash_of(path)
         # Before the record: `heal` drops what has none.
         self.sources.append(part)
         self.media.append(PreparedMedium(kind="image" if kind == "image" else "video", source_name=name))
@@ -163,15 +163,26 @@ class SessionState:
             )
         return source.part()
 
+    def check_folder(self, index: int, cancel: CancelToken) -> None:
+        """Raise `MediaError` if a medium that is a folder isn't what it was when the turn was added."""
+        source = self.history.media[index]
+        if not source.source_hash.startswith(_FOLDER) or not os.path.isdir(source.path or ""):
+            return
+        if _FOLDER + hash_folder(source.path, cancel=cancel) != source.source_hash:
+            raise self._changed(index)
+
     def check_source(self, index: int) -> None:
-        """A medium must be prepared from the content it had when the turn was added."""
+        """The same for a medium that is a file, once it was opened; what was prepared of it is dropped."""
         wanted, medium = self.history.media[index].source_hash, self.media[index]
-        if wanted and medium.source_hash and wanted != medium.source_hash:
-            name = self.history.media[index].name
+        if wanted and not wanted.startswith(_FOLDER) and medium.source_hash and wanted != medium.source_hash:
             self.media[index] = PreparedMedium(kind=medium.kind, source_name=medium.source_name)
-            raise MediaError(
-                f"{name} has changed since it was added to the conversation; undo() the turn and add it again"
-            )
+            raise self._changed(index)
+
+    def _changed(self, index: int) -> MediaError:
+        return MediaError(
+            f"{self.history.media[index].name} has changed since it was added to the conversation; put the former "
+            "content back, or undo() the turn and add it again"
+        )
 
     # -- the prompt ----------------------------------------------------------------------------------------------------
 
@@ -224,7 +235,21 @@ def _nothing() -> None:
     return None
 
 
-def _is_path(source: Any) -> bool:
+_FOLDER = "folder:"  # before the hash of a folder, which is made in another way than the families'
+
+
+def _place_of(source: Any) -> str | None:
+    """Where another process finds a source again: its absolute path, or its address. None for what is in memory."""
     if isinstance(source, os.PathLike):
-        return True
-    return isinstance(source, str) and not source.startswith(("data:", "http://", "https://")) and len(source) < 4096
+        return os.path.abspath(os.fsdecode(source))
+    if not isinstance(source, str) or source[:5].casefold() == "data:" or len(source) >= 4096:
+        return None
+    if "://" in source:
+        return source
+    return os.path.abspath(os.path.expanduser(source) if source.startswith("~") else source)
+
+
+def _hash_of(path: str) -> str:
+    if os.path.isdir(path):
+        return _FOLDER + hash_folder(path)
+    return hash_file(path) if os.path.isfile(path) else ""
