@@ -109,13 +109,11 @@ class _Chat:
 
     def loop(self) -> int:
         """Read and answer until the user leaves; the exit code."""
-        lines = Lines(self._console)
+        lines = Lines(self._console, self._cancel)
         try:
             while True:
                 if self._console.output_closed:
                     return exitcodes.CLOSED_PIPE
-                if self._cancel.reason is not None:
-                    return exitcodes.of_cancel_reason(self._cancel.reason)
                 try:
                     line = lines.next()
                 except Interrupted as stop:

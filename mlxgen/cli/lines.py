@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from mlxgen.cancellation import CancelToken
 from mlxgen.cli.console import Console
 from mlxgen.errors import InvalidValueError, MlxgenError
 from mlxgen.models.cachedir import make_cache_folder
@@ -31,8 +32,9 @@ class Interrupted(BaseException):
 class Lines:
     """Used on the main thread. The history (0600, in the cache folder) is written at `close`."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, cancel: CancelToken) -> None:
         self._console = console
+        self._cancel = cancel
         self._terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout is not None
         self._readline: Any = None
         self._history: Path | None = None
@@ -46,16 +48,19 @@ class Lines:
         that isn't UTF-8.
         """
         interrupts = 0
-        while True:
-            try:
-                with _raising_signals():
+        with _raising_signals():
+            if self._cancel.reason is not None:  # it came while nobody was waiting here
+                raise Interrupted(self._cancel.reason)
+            while True:
+                try:
+                    if interrupts:
+                        self._console.important("Ctrl-C again leaves, and so does Ctrl-D")
                     return self._read()
-            except KeyboardInterrupt:
-                interrupts += 1
-                if interrupts > 1 or not self._terminal:
-                    raise Interrupted("interrupt") from None
-                self._console.end_line()
-                self._console.important("Ctrl-C again leaves, and so does Ctrl-D")
+                except KeyboardInterrupt:
+                    interrupts += 1
+                    if interrupts > 1 or not self._terminal:
+                        raise Interrupted("interrupt") from None
+                    self._console.end_line()
 
     def _read(self) -> str | None:
         if sys.stdin is None:
