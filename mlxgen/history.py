@@ -161,6 +161,8 @@ class History:
 
     def _turn(self, data: Mapping[str, Any]) -> None:
         parts = [part if isinstance(part, str) else int(part["medium"]) for part in data["parts"]]
+        if any(isinstance(part, int) and not 0 <= part < len(self.media) for part in parts):
+            raise ValueError("it names a medium that isn't there")
         self.turns.append(Turn(str(data["role"]), parts))
 
     def _medium(self, data: Mapping[str, Any]) -> None:
@@ -187,6 +189,8 @@ class History:
 
     def _prompt(self, data: Mapping[str, Any]) -> None:
         keep = int(data["keep"])
+        if not 0 <= keep <= len(self.ids):
+            raise ValueError(f"it keeps {keep} of {len(self.ids)} tokens")
         del self.ids[keep:]
         self.ids += [int(token) for token in data["ids"]]
         self.passes.trim(keep)
@@ -206,12 +210,16 @@ class History:
         self._open_reply().step_size = int(data["step_size"])
 
     def _pass(self, data: Any) -> None:
-        start, count = data
-        self.passes.prefill(int(start), int(count))
-        self.num_fed = int(start) + int(count)
+        start, count = (int(value) for value in data)
+        if not 0 <= start <= self.num_fed < start + count <= len(self.ids):
+            raise ValueError(f"tokens {start} to {start + count}, where {self.num_fed} of {len(self.ids)} had been fed")
+        self.passes.prefill(start, count)
+        self.num_fed = start + count
 
     def _tok(self, data: Any) -> None:
         sampled = _sampled(data)
+        if self._open_reply() is not self.laid_out or not self.ids:
+            raise ValueError("it has no prompt")
         # That it was sampled says that the token before it had been fed.
         self.passes.decode(len(self.ids) - 1)
         self.num_fed = len(self.ids)
@@ -227,6 +235,8 @@ class History:
 
     def _undo(self, data: Mapping[str, Any]) -> None:
         count = int(data["turns"])
+        if not 0 < count <= len(self.turns):
+            raise ValueError(f"{count} of {len(self.turns)} turns")
         del self.turns[len(self.turns) - count :]
 
     def _open_reply(self) -> Reply:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any
 
 from mlxgen.cancellation import NEVER, CancelToken
@@ -20,7 +21,7 @@ from mlxgen.options import ReplyOptions, SessionOptions
 from mlxgen.persist import AutosavePolicy, Keeper
 from mlxgen.preparation import Prompt, prepared_input
 from mlxgen.sampling import LogitsProcessor, is_resumable
-from mlxgen.sequence import TokenSequence
+from mlxgen.sequence import PassLog, TokenSequence
 from mlxgen.session import Session
 from mlxgen.snapshot.export import CacheExport, environment
 from mlxgen.snapshot.restore import cut_cache, restore_cache, restore_media
@@ -59,10 +60,8 @@ def resume(
         model = options.model if options.model is not None else _load_model(history, options, cancel)
         _check_model(history, model, store)
         _check_ids(history, model)
-        session = Session._restored(model, SessionOptions.from_json(history.session["options"]), history)
-        reply = history.reply
-        if reply is not None and not reply.finished:
-            session.state.reply_options = ReplyOptions.from_json(reply.options, options.processors)
+        session = Session._restored(model, _session_options(history), history)
+        session.state.reply_options = _reply_options(history, model, options.processors)
         adopted = _restore(store, session, options, cancel)
         keeper = Keeper(store, options.policy, files=adopted.files)
         keeper.adopt(session.state, adopted.cache, adopted.media)
@@ -103,10 +102,43 @@ def _check_model(history: History, model: Model, store: SnapshotStore) -> None:
 
 
 def _check_ids(history: History, model: Model) -> None:
+    replies = [turn.reply for turn in history.turns if turn.reply is not None]
+    unseen = [reply.resumed.pending.id for reply in replies if reply.resumed and reply.resumed.pending]
     try:
-        token_ids_checked(history.ids, model.vocab_size)
+        for ids in (history.ids, unseen, *(reply.ids for reply in replies)):
+            token_ids_checked(ids, model.vocab_size)
     except MlxgenError as error:
         raise SnapshotError(f"the journal has token ids that this model doesn't have ({error})") from error
+
+
+_MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
+
+
+def _session_options(history: History) -> SessionOptions:
+    try:
+        options = SessionOptions.from_json(history.session["options"])
+        options.validate()
+        datetime.fromisoformat(history.session["created"])
+    except _MALFORMED as error:
+        raise SnapshotError(f"the journal's session options are malformed ({error}); it can't be used") from error
+    return options
+
+
+def _reply_options(history: History, model: Model, processors: tuple[LogitsProcessor, ...]) -> ReplyOptions | None:
+    """What the last reply was run with. A finished one can be opened without its processors (but not go on)."""
+    reply = history.reply
+    if reply is None:
+        return None
+    try:
+        options = ReplyOptions.from_json(reply.options, processors)
+        options.validate(model.vocab_size)
+    except NotResumableError:
+        if reply.finished:
+            return None
+        raise
+    except _MALFORMED as error:
+        raise SnapshotError(f"the journal's reply options are malformed ({error}); it can't be used") from error
+    return options
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +178,10 @@ def _restore_generation(store: SnapshotStore, session: Session, cancel: CancelTo
     try:
         state = CacheExport.from_json(manifest.body["cache"])
         states = list(manifest.body["media"])
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+        _check_state(state, History.replay(store.records[: manifest.pin.num_records]), session.model)
+    except _MALFORMED as error:
+        if isinstance(error, MlxgenError):
+            raise
         raise SnapshotError(f"{store.path}: generation {manifest.generation} is malformed ({error})") from error
     media = restore_media(store, states, cancel=cancel)
     if len(media) > len(session.history.media):
@@ -155,6 +190,28 @@ def _restore_generation(store: SnapshotStore, session: Session, cancel: CancelTo
     session.state.media = media
     counts = {index: (len(medium.frames), len(medium.features)) for index, medium in enumerate(media)}
     return _Adopted(list(manifest.files), state, counts)
+
+
+def _check_state(state: CacheExport, pinned: History, model: Model) -> None:
+    """The manifest must say of the caches what the journal says of them: of two truths neither can be believed."""
+    expected = PassLog(list(pinned.passes.entries))
+    if state.position == pinned.num_fed + 1:
+        expected.decode(pinned.num_fed)  # the pass that sampled the pending token
+    elif state.position < pinned.num_fed:
+        expected.trim(state.position)
+    if (
+        state.num_ids != len(pinned.ids)
+        or not 0 <= state.position <= min(pinned.num_fed + 1, state.num_ids)
+        or state.passes != tuple(expected.entries)
+    ):
+        raise SnapshotError(
+            f"the manifest's cache of {state.position} tokens ({state.num_ids} known) isn't what the journal says "
+            f"({pinned.num_fed} fed, {len(pinned.ids)} known)"
+        )
+    if state.pending is not None:
+        token_ids_checked([state.pending.id], model.vocab_size)
+        if state.position != state.num_ids:
+            raise SnapshotError("the manifest has a pending token that doesn't follow its cache")
 
 
 def _replay(
@@ -170,17 +227,19 @@ def _replay(
     if keeps and (min(keeps) == 0 or not cut_cache(sequence, min(keeps))):
         sequence.reset()
     sequence.ids = list(history.ids)
-    unchanged = not keeps and not any(record.type == "tok" for record in since)
-    if unchanged and state.pending is not None and sequence.num_fed == len(sequence.ids):
-        sequence.ahead = state.pending
+    if keeps or any(record.type == "tok" for record in since):
+        state = replace(state, pending=None)
     states = [] if store.manifest is None else store.manifest.body.get("processors", [])
+    base = _Base(num_pinned, state, tuple(states))
 
     def feed_again(cancel: CancelToken) -> None:
         _place_media(session)
         if session.state.reply_options is not None and session.state.reply_options.processors:
-            _replay_sampling(states, session, state, cancel)
-        elif sequence.num_fed < history.num_fed:
+            _replay_sampling(base, session, cancel)
+            return
+        if sequence.num_fed < history.num_fed:
             sequence.replay(history.passes.entries, history.num_fed, cancel=cancel)
+        _restore_pending(base, session, cancel)
 
     if _media_complete(session):
         feed_again(cancel)
@@ -204,33 +263,65 @@ def _place_media(session: Session) -> None:
         session.sequence.inputs = prepared_input(session.model, prompt, media)
 
 
-def _replay_sampling(states: Sequence[Any], session: Session, state: CacheExport, cancel: CancelToken) -> None:
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """What a generation says that was written when the journal had `num_records`; `memory` is the processors'."""
+
+    num_records: int
+    state: CacheExport
+    memory: tuple[Any, ...]
+
+
+def _restore_pending(base: _Base, session: Session, cancel: CancelToken) -> None:
+    """The unseen token, if the generation or the record of the last run has it: it was sampled with the options of
+    then."""
+    history, sequence, reply = session.history, session.sequence, session.history.reply
+    pending = base.state.pending
+    if pending is None and reply is not None and reply.resumed is not None and history.laid_out is reply:
+        pending = reply.resumed.pending if len(reply.tokens) == reply.resumed.num_tokens else None
+    if pending is None:
+        return
+    if sequence.num_fed == len(sequence.ids) - 1:
+        cancel.checkpoint()
+        sequence.feed_one()
+    if sequence.num_fed == len(sequence.ids):
+        sequence.ahead = pending
+
+
+def _replay_sampling(base: _Base, session: Session, cancel: CancelToken) -> None:
     """With custom processors, sample the replayed tokens again: that brings the processors to where they were.
 
-    `states` are theirs at the time of `state`. Nothing is left half done: after a stop a second call begins anew.
+    It begins where their memory is known: at the generation, or at the record of the reply's last run if that is
+    later. Nothing is left half done: after a stop a second call begins anew.
     """
-    history, sequence, reply, options = (
-        session.history,
-        session.sequence,
-        session.history.reply,
-        session.state.reply_options,
-    )
+    history, sequence, reply = session.history, session.sequence, session.history.reply
+    options = session.state.reply_options
     assert options is not None
-    for processor, saved in zip(options.processors, states, strict=False):
-        if is_resumable(processor):
-            processor.restore(saved)
-    if reply is None or reply.start is None:
+    if reply is None or reply.resumed is None:
         return
+    memory, sampled_before, pending = base.memory, base.state.num_ids, base.state.pending
+    if reply.resumed.num_records >= base.num_records:
+        memory, pending = reply.resumed.memory, reply.resumed.pending
+        sampled_before = (reply.start or 0) + reply.resumed.num_tokens
+    try:
+        for processor, saved in zip(options.processors, memory, strict=bool(memory)):
+            if is_resumable(processor):
+                processor.restore(saved)
+    except Exception as error:
+        raise NotResumableError(f"a logits processor doesn't take its own state back: {error}") from error
     known = list(history.ids)
-    sampled_before = max(state.num_ids, reply.start)
-    if sampled_before > len(known):
+    if history.laid_out is not reply or reply.start is None:
         return
+    sampled_before = max(sampled_before, reply.start)
     try:
         fed_before = min(history.num_fed, sampled_before - 1)
         if sequence.num_fed < fed_before:
             sequence.replay(history.passes.entries, fed_before, cancel=cancel)
         sequence.ids = known[:sampled_before]
-        sequence.ahead = state.pending if sequence.num_fed == sampled_before else None
+        if pending is not None and sequence.num_fed == sampled_before - 1:
+            cancel.checkpoint()
+            sequence.feed_one()
+        sequence.ahead = pending if sequence.num_fed == sampled_before else None
         iterator = TokenIterator(
             sequence, options=options.decode_options(None), step=sampled_before - reply.start, cancel=cancel
         )

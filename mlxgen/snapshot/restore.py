@@ -6,7 +6,8 @@ and ranges are compared with those of freshly made caches of the model at hand.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -37,6 +38,7 @@ def restore_cache(
     try:
         _check_passes(state)
         _prepare_leaves(sequence, state)
+        _check_layout(sequence, state)
         by_path = {path: (leaf, adapter_of(leaf)) for path, leaf in leaves(sequence.cache)}
         metas = {path: meta for path, _, meta in state.leaves}
         _restore_rows(store, manifest.of_kind("kv"), by_path, metas, state.position, cancel)
@@ -71,6 +73,75 @@ def _prepare_leaves(sequence: TokenSequence, state: CacheExport) -> None:
         if saved_kind != "quantized" or kind != "kv":
             raise SnapshotError(f"cache {path} was saved as {saved_kind!r}, this model makes {kind!r}: another model?")
         quantize_empty(sequence.cache, path, int(meta["group_size"]), int(meta["bits"]))
+
+
+def _check_layout(sequence: TokenSequence, state: CacheExport) -> None:
+    """Compare what the manifest says of every cache with the caches this model really fills.
+
+    One token goes through the model lazily, into empty caches: that tells shapes and dtypes, and computes nothing.
+    """
+    probe = copy.deepcopy(sequence.cache)
+    sequence.forward(mx.zeros((1,), dtype=mx.uint32), cache=probe, start=0, inputs=None)
+    metas = {path: meta for path, _, meta in state.leaves}
+    fresh = dict(leaves(sequence.cache))
+    for path, filled in leaves(probe):
+        adapter, meta = adapter_of(filled), metas[path]
+        expected = adapter.meta(filled)
+        if state.position == 0 and not meta["arrays"]:
+            expected["arrays"] = {}
+        if set(meta["arrays"]) != set(expected["arrays"]):
+            raise SnapshotError(f"cache {path} has the arrays {sorted(meta['arrays'])}: it is of another model")
+        for name, (dtype, shape) in expected["arrays"].items():
+            found_dtype, found_shape = meta["arrays"][name]
+            if adapter.kind != "arrays":  # the rows of all other kinds grow
+                shape = [*shape[:-2], found_shape[-2] if len(found_shape) > 1 else -1, shape[-1]]
+            if found_dtype != dtype or list(found_shape) != shape or not all(type(n) is int and n > 0 for n in shape):
+                raise SnapshotError(
+                    f"cache {path}/{name} is {found_dtype} {found_shape} in the manifest, this model needs {dtype} "
+                    f"{shape}; it can't be used"
+                )
+        if not adapter.appends:
+            _check_whole(path, adapter.kind, meta["state"], _skeleton_of(expected, state), fresh[path], state.position)
+
+
+def _skeleton_of(meta: Mapping[str, Any], state: CacheExport) -> Any:
+    return None if state.position == 0 else meta["state"]
+
+
+def _check_whole(path: str, kind: str, found: Any, expected: Any, fresh: Any, position: int) -> None:
+    if expected is not None and not _same_structure(found, expected):
+        raise SnapshotError(f"the state of cache {path} isn't built like that of a {kind!r} cache; it can't be used")
+    if position == 0:
+        return
+    if kind == "rotating":
+        _, _, offset, keep, max_size, index = found
+        right = offset == position and keep == fresh.keep and max_size == fresh.max_size and index >= 0
+        # Until it has wrapped, the ring is written where the next token belongs.
+        right = right and (index == offset if offset <= max_size else index > keep)
+    elif kind == "chunked":
+        _, _, offset, chunk_size, start = found
+        right = offset == position and chunk_size == fresh.chunk_size and 0 <= start <= offset
+    else:
+        return
+    if not right:
+        raise SnapshotError(f"the state of cache {path} ({found[2:]}) doesn't fit {position} tokens; it can't be used")
+
+
+def _same_structure(found: Any, expected: Any) -> bool:
+    if isinstance(expected, list):
+        return isinstance(found, list) and len(found) == len(expected) and all(map(_same_structure, found, expected))
+    return type(found) is type(expected)
+
+
+def _check_rows(path: str, kind: str, meta: Mapping[str, Any], position: int) -> None:
+    """A ring's or chunk's index must lie in its rows, and there must be no fewer rows than tokens it has to keep."""
+    if kind not in ("rotating", "chunked") or not meta["arrays"]:
+        return
+    rows = {shape[-2] for _, shape in meta["arrays"].values()}
+    scalars = meta["state"][2:]
+    needed = scalars[3] if kind == "rotating" else scalars[0] - scalars[2]
+    if len(rows) != 1 or not needed <= min(rows) <= _MAX_CAPACITY_FACTOR * (position + 16384):
+        raise SnapshotError(f"cache {path} has room for {sorted(rows)} rows but needs {needed}; it can't be used")
 
 
 def _restore_rows(
@@ -144,6 +215,7 @@ def _restore_whole(
             raise SnapshotError(f"{store.path}: {entry.name} is of token {entry.meta['position']}, not {position}")
         arrays |= store.read(entry)
     for path, (leaf, adapter) in bounded.items():
+        _check_rows(path, adapter.kind, metas[path], position)
         own: dict[str, mx.array] = {}
         for name, (dtype, shape) in metas[path]["arrays"].items():
             host = arrays.get(f"{path}/{name}")
