@@ -40,6 +40,10 @@ class FeatureStore:
         self._num_bytes = 0
         self._entries: OrderedDict[tuple[str, int], Features] = OrderedDict()
 
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
     def get(self, content_hash: str, part: int) -> Features | None:
         found = self._entries.get((content_hash, part))
         if found is not None:
