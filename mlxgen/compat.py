@@ -7,6 +7,7 @@ because mlx-lm's have.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,9 @@ from mlxgen.sampling import LogitsProcessor
 from mlxgen.sequence import TokenSequence
 from mlxgen.textstream import TextStream
 from mlxgen.tokenizer import ChatTokenizer, token_ids_checked
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +118,15 @@ def stream_generate(
 
 
 def generate(
-    model: Any, tokenizer: Any, prompt: str | mx.array | Sequence[int], max_tokens: int = 256, **options: Any
+    model: Any, tokenizer: Any, prompt: str | mx.array | Sequence[int], verbose: bool = False, **options: Any
 ) -> str:
-    """The text of a reply; options as for `stream_generate`. Unlike mlx-lm's it never prints (there is no
-    `verbose`)."""
-    if options.pop("verbose", False):
+    """The text of a reply; options as for `stream_generate`. Unlike mlx-lm's it never prints: `verbose` must be
+    false."""
+    if verbose:
         raise UnsupportedError(
             "verbose=True prints, which a library shouldn't; use stream_generate and print its texts"
         )
-    return "".join(response.text for response in stream_generate(model, tokenizer, prompt, max_tokens, **options))
+    return "".join(response.text for response in stream_generate(model, tokenizer, prompt, **options))
 
 
 def _prompt_ids(model: Model, prompt: str | mx.array | Sequence[int], embeddings: mx.array | None) -> list[int]:
@@ -167,11 +171,21 @@ class _Run:
                 if self._last is not None:
                     yield self._response("", *self._last, "cancelled")
             finally:
-                iterator.settle()
-                sequence = iterator.sequence
+                self._leave(feed_last=feed_last)
+
+    def _leave(self, *, feed_last: bool) -> None:
+        """Make the cache true: it holds prompt and yielded tokens. The error that led here, if any, is the one to
+        see."""
+        sequence = self._iterator.sequence
+        try:
+            self._iterator.settle()
+            if feed_last:
+                sequence.repair()
                 # mlx-lm's cache holds the last token too, and its callers append the next turn to that.
-                if feed_last and self._count and sequence.num_fed == len(sequence.ids) - 1:
+                if self._count and sequence.num_fed == len(sequence.ids) - 1:
                     sequence.feed_one()
+        except Exception:
+            _log.warning("the prompt_cache that was passed in can't be used any more: make a new one", exc_info=True)
 
     def _tokens(self) -> Iterator[GenerationResponse]:
         iterator, total = self._iterator, self._num_prompt_tokens

@@ -7,6 +7,7 @@ thread.
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 import weakref
@@ -18,6 +19,9 @@ import mlx.core as mx
 from mlxgen.cancellation import NEVER, CancelToken
 from mlxgen.events import Event, Finished
 
+_log = logging.getLogger(__name__)
+_POLL_S = 0.5
+
 
 class OwnerThread:
     """Runs callables one after another on one thread. It starts with the first and ends with `close` (or the model).
@@ -28,6 +32,7 @@ class OwnerThread:
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.closing = threading.Event()
         self._thread = threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True)
         self._thread.start()
 
@@ -35,7 +40,9 @@ class OwnerThread:
         self._calls.put(call)
 
     def close(self) -> None:
-        """Finish what is queued, then end. Returns when the thread has ended."""
+        """Finish what is queued (a reply that nobody reads any more is given up), then end. Returns when the thread
+        has ended."""
+        self.closing.set()
         self._calls.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -44,7 +51,11 @@ class OwnerThread:
 def _serve(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     try:
         while (call := calls.get()) is not None:
-            call()
+            try:
+                call()
+            except BaseException:
+                # Whoever asked has been told, or is gone; the thread goes on for the model's other sessions.
+                _log.debug("a call on the model's thread failed", exc_info=True)
             del call  # an idle thread must not keep the last call's session alive
     finally:
         mx.clear_streams()
@@ -67,14 +78,19 @@ def owner_of(model: Any) -> OwnerThread:
 class _Bridge:
     """Carries events from the owner thread into an asyncio loop. Bounded: a slow consumer slows the work down."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, max_events: int = 64) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, closing: threading.Event, max_events: int = 64) -> None:
         self._loop = loop
+        self._closing = closing
         self._room = threading.Semaphore(max_events)
         self._events: asyncio.Queue[Any] = asyncio.Queue()
         self.ended = asyncio.Event()
 
     def put(self, item: Any) -> None:
-        self._room.acquire()
+        while not self._room.acquire(timeout=_POLL_S):
+            # A loop that was abandoned without closing its generators would keep the model's thread, and the process's
+            # end, waiting for ever.
+            if self._loop.is_closed() or self._closing.is_set():
+                raise RuntimeError("the event loop that read this reply is gone")
         self._loop.call_soon_threadsafe(self._events.put_nowait, item)
 
     def finish(self, error: BaseException | None) -> None:
@@ -108,18 +124,23 @@ async def stream_from_owner(
     the session is settled, then lets the cancellation go on.
     """
     token = CancelToken(parent=None if cancel is NEVER else cancel)
-    bridge = _Bridge(asyncio.get_running_loop())
+    owner = owner_of(model)
+    bridge = _Bridge(asyncio.get_running_loop(), owner.closing)
 
     def work() -> None:
         error: BaseException | None = None
         try:
-            for event in start(token):
-                bridge.put(event)
+            events = start(token)
+            try:
+                for event in events:
+                    bridge.put(event)
+            finally:
+                events.close()  # type: ignore[attr-defined]
         except BaseException as raised:
             error = raised
         bridge.finish(error)
 
-    owner_of(model).submit(work)
+    owner.submit(work)
     try:
         while True:
             item = await bridge.get()

@@ -8,6 +8,7 @@ token. `ahead` is the *unseen* one: sampled, not shown, not part of `ids`.
 
 from __future__ import annotations
 
+import copy
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -97,6 +98,9 @@ class TokenSequence:
         self.cache: list[Any] = make_cache(self._module, options) if cache is None else cache
         # Tokens that a cache of the caller's held before: unknown here, so such a cache can be trimmed but not rebuilt.
         self._before = _offset_of(self.cache) if cache is not None else 0
+        self._filled_before = cache is not None and not all(leaf.empty() for _, leaf in leaves(cache))
+        # What to begin anew with: a caller's empty cache may be of another kind than `options` would make.
+        self._empty = None if cache is None or self._filled_before else copy.deepcopy(cache)
         self.ids: list[int] = list(ids)
         self.num_fed = num_fed
         self.ahead: Sampled | None = None
@@ -277,7 +281,7 @@ class TokenSequence:
 
     def _rebuild(self, cancel: CancelToken) -> None:
         """Throw the cache away and run every recorded pass again, from an empty cache."""
-        if self._before:
+        if self._filled_before:
             raise InvalidValueError(
                 "a forward pass failed and the prompt_cache that was passed in can't be rebuilt (its tokens are "
                 "unknown here); make a new cache and prefill again"
@@ -339,7 +343,8 @@ class TokenSequence:
     def reset(self) -> None:
         """Empty the cache; `ids` stay, all of them to be fed again."""
         self._torn = _Tear.UNKNOWN  # until the end, should an exception come between
-        self.cache[:] = make_cache(self._module, self.options)
+        empty = self._empty
+        self.cache[:] = make_cache(self._module, self.options) if empty is None else copy.deepcopy(empty)
         self._recurrent_leaves = None
         self.num_fed = 0
         self.passes = PassLog()

@@ -138,6 +138,9 @@ class AppendAdapter:
 
     def trim(self, leaf: Any, num_tokens: int) -> None:
         leaf.trim(num_tokens)
+        if self.kind == "concatenate" and num_tokens:
+            # It has no capacity: what is behind `offset` would come back with the next update.
+            leaf.keys, leaf.values = leaf.keys[..., : leaf.offset, :], leaf.values[..., : leaf.offset, :]
 
 
 class WholeAdapter:
