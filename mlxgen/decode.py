@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlxgen.cache import CacheOptions
 from mlxgen.cancellation import NEVER, CancelToken
 from mlxgen.errors import InvalidValueError, NotResumableError
+from mlxgen.inputs import PreparedInput
 from mlxgen.models.model import Model
 from mlxgen.prefill import DEFAULT_STEP_SIZE, PrefillPlan, plan_prefill
 from mlxgen.sampling import (
@@ -184,6 +185,46 @@ class TokenIterator:
         checked = token_ids_checked(ids, model.vocab_size)
         sequence = TokenSequence(model, cache_options, ids=checked)
         return cls(sequence, options=options, step_size=step_size, cancel=cancel)
+
+    @classmethod
+    def from_input(
+        cls,
+        model: Model,
+        prepared: PreparedInput,
+        *,
+        options: DecodeOptions = DecodeOptions(),
+        cache_options: CacheOptions = CacheOptions(),
+        step_size: int = DEFAULT_STEP_SIZE,
+        cancel: CancelToken = NEVER,
+    ) -> TokenIterator:
+        """An iterator over a new sequence that begins with a prepared prompt, pictures and all (see `mlxgen.prepare`).
+
+        Raises `InvalidValueError` for an input that isn't complete: what a stopped `prepare` left in
+        `Cancelled.partial`. Nothing is run then.
+        """
+        for number, medium in enumerate(prepared.media, start=1):
+            if not medium.prepared or not medium.encoded:
+                raise InvalidValueError(
+                    f"the prepared input isn't complete: medium {number} of {len(prepared.media)} "
+                    f"({medium.source_name or medium.kind}) isn't {'encoded' if medium.prepared else 'prepared'} yet; "
+                    "call prepare() again with partial= what Cancelled.partial gave"
+                )
+        if not prepared.token_ids:
+            raise InvalidValueError(
+                "the prepared input isn't complete: it has no token ids yet; call prepare() again with partial= what "
+                "Cancelled.partial gave"
+            )
+        iterator = cls.from_prompt(
+            model,
+            prepared.token_ids,
+            options=options,
+            cache_options=cache_options,
+            step_size=step_size,
+            cancel=cancel,
+        )
+        if prepared.media:
+            iterator.sequence.inputs = prepared
+        return iterator
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 

@@ -211,19 +211,23 @@ def prepare(
 ) -> PreparedInput:
     """Everything prefill needs: media decoded, resized and encoded, the prompt's ids, spans and positions.
 
-    Raises `Cancelled` with `.partial`, a `PreparedInput` that holds what was finished (its `complete` is false) and
-    with which a second call goes on; nothing in it is opened, resized or encoded again.
+    Raises `Cancelled` with `.partial`, a `PreparedInput` that holds what was finished and has no token ids yet, with
+    which a second call goes on; nothing that is finished in it is opened, resized or encoded again. It grows in place:
+    don't give it to two calls at once. `TokenIterator.from_input` takes the result and refuses a partial one. Raises
+    `MediaError` for a source that can't be used, or that has changed since it was opened, and `InvalidValueError` for a
+    `partial` of another request.
     """
     parts = [part for message in request.messages for part in message.media]
     media = [PreparedMedium("image" if isinstance(part, ImagePart) else "video") for part in parts]
     if partial is not None:
-        if len(partial.media) != len(media):
+        found, wanted = ([medium.kind for medium in given] for given in (partial.media, media))
+        if found != wanted:
             raise InvalidValueError(
-                f"the partial input has {len(partial.media)} media, the request {len(media)}; "
-                "pass the same request again"
+                f"the partial input has media {found}, the request {wanted}; pass the request it is of"
             )
         media = partial.media
     try:
+        cancel.checkpoint()
         for part, medium in zip(parts, media, strict=True):
             for _ in prepare_medium(require_vision(request.model), part, medium, cancel=cancel):
                 pass
