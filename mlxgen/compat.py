@@ -28,7 +28,6 @@ from mlxgen.sequence import TokenSequence
 from mlxgen.textstream import TextStream
 from mlxgen.tokenizer import ChatTokenizer, token_ids_checked
 
-
 _log = logging.getLogger(__name__)
 
 
@@ -163,7 +162,6 @@ class _Run:
         self._last: tuple[int, mx.array] | None = None
 
     def responses(self, *, feed_last: bool) -> Iterator[GenerationResponse]:
-        iterator = self._iterator
         with wired_limit(self._model):
             try:
                 yield from self._tokens()

@@ -305,7 +305,7 @@ class TokenSequence:
                 f"the cache holds {self.num_fed} tokens already, beyond the {target} to be replayed"
             )
         starts = [start for _, start, _ in entries[1:]] + [target]
-        for (kind, start, count), next_start in zip(entries, starts, strict=True):
+        for (kind, start, count), next_start in zip(entries, starts, strict=False):
             end = min(start + count, next_start, target)
             if end <= self.num_fed:
                 continue
