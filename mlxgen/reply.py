@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -312,8 +312,13 @@ class ReplyRun:
 
 
 def media_events(state: SessionState, cancel: CancelToken) -> Iterator[InputProgress]:
-    """Prepare and encode what isn't yet of the media in the conversation; everything finished is kept at each event."""
+    """Prepare and encode what isn't yet of the media in the conversation; everything finished is kept at each event.
+
+    Events count over all pictures (or all frames) that the next prompt brings: picture 3 of 40, whatever was finished
+    before a stop.
+    """
     indices = state.media_in_use()
+    new = state.new_media()
     for index in indices:
         medium = state.media[index]
         if not medium.prepared:
@@ -322,7 +327,7 @@ def media_events(state: SessionState, cancel: CancelToken) -> Iterator[InputProg
             for event in prepare_medium(vision, state.media_part(index), medium, cancel=cancel):
                 state.check_source(index)
                 state.unit_done("image" if medium.kind == "image" else "frame")
-                yield event
+                yield _counted_over(state, new, index, event)
     for index in indices:
         medium = state.media[index]
         if not medium.encoded:
@@ -332,7 +337,20 @@ def media_events(state: SessionState, cancel: CancelToken) -> Iterator[InputProg
                 if len(medium.features) > num_parts:  # a part that stands for several frames has an event for each
                     num_parts = len(medium.features)
                     state.unit_done("features")
-                yield event
+                yield _counted_over(state, new, index, event)
+
+
+def _counted_over(state: SessionState, indices: Sequence[int], index: int, event: InputProgress) -> InputProgress:
+    """The event of one medium with its index and total counted over all of `indices` of its kind."""
+    before = total = 0
+    for other in indices:
+        medium = state.media[other]
+        if medium.kind == state.media[index].kind:
+            # How many frames a video has that wasn't opened yet nobody knows.
+            count = 1 if medium.kind == "image" else medium.num_frames or 0
+            total += count
+            before += count if other < index else 0
+    return replace(event, index=before + event.index, total=total)
 
 
 def finished_event(reply: Reply, text: TextStream | None, usage: Usage) -> Finished:

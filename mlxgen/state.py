@@ -150,6 +150,15 @@ class SessionState:
         """Indices of the media of the turns there are now, in reading order."""
         return [part for turn in self.history.turns for part in turn.parts if isinstance(part, int)]
 
+    def new_media(self) -> list[int]:
+        """Those of them that came after the last earlier reply, or aren't complete: what the next prompt brings."""
+        turns = self.history.turns
+        end = len(turns) - 1 if turns and turns[-1].reply is not None else len(turns)
+        replied = [i for i in range(end) if (reply := turns[i].reply) is not None and reply.tokens]
+        old = [part for turn in turns[: max(replied, default=0)] for part in turn.parts if isinstance(part, int)]
+        media = ((index, self.media[index]) for index in self.media_in_use())
+        return [i for i, medium in media if i not in old or not (medium.prepared and medium.encoded)]
+
     def media_part(self, index: int) -> MediaPart:
         """Where medium `index` is read from. Raises `MediaError` when it was in memory of a process that is gone."""
         part = self.sources[index]
