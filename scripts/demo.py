@@ -103,7 +103,9 @@ def show_pictures(folder: Path, model: Path) -> bool:
     whole.finish()
     snapshot = folder / "pictures.mlxgen"
     first = [sys.executable, __file__, "--first-picture", str(model), str(snapshot), *map(str, paths)]
-    subprocess.run(first, check=True)
+    done = subprocess.run(first, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"the first process failed:\n{done.stderr}")
     paths[0].unlink()
     say("  process 1 reads the first picture and is stopped before the second; then the first is deleted")
     say("  process 2, resuming there, answers:")
