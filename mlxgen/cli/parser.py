@@ -28,7 +28,10 @@ _EXAMPLES: Final = {
   mlxgen generate --prompt "Tell me a story" --temp 0.8 --seed 7 --json
 
 Ctrl-C, SIGTERM and SIGHUP stop at the next checkpoint, save, and print the command that resumes. Ctrl-C twice leaves at
-once (what was generated until then can still be resumed).""",
+once (what was generated until then can still be resumed).
+
+Exit codes: 0; 1 after an error; 2 for bad usage; 130, 143 or 129 after Ctrl-C, SIGTERM or SIGHUP; 124 after --timeout;
+141 when the reader of a pipe went away (the run is stopped and saved).""",
     "resume": """\
   mlxgen resume                        the run that was interrupted last
   mlxgen resume run.mlxgen >> reply.txt
@@ -291,7 +294,7 @@ def _output_flags(parser: Parser, *, timeout: bool) -> None:
     group = parser.add_argument_group("output")
     if timeout:
         group.add_argument(
-            "--timeout", type=_seconds, metavar="SECONDS", help="stop and save after so long, with exit code 124"
+            "--timeout", type=_seconds, metavar="SECONDS", help="stop and save after so long (loading included)"
         )
     group.add_argument("--json", action="store_true", help="one event per line on standard output")
     group.add_argument("--quiet", action="store_true", help="no progress, no statistics")

@@ -125,6 +125,20 @@ def test_chat_on_a_narrow_terminal(capfdbinary: Any, cache: Path, tmp_path: Path
     assert "second" in history.read_text()
 
 
+def test_sigterm_at_the_prompt_leaves(cache: Path) -> None:
+    terminal = Terminal(["chat", "--model", llama(), "--ignore-eos", "--max-tokens", "3"])
+    try:
+        terminal.wait_for(b"> ")
+        terminal.type(b"hello\n")
+        terminal.wait_for(rb"\n> ")
+        terminal.process.terminate()
+        terminal.wait_for(rb"chat --resume")
+    finally:
+        code = terminal.close()
+    assert code == 143
+    assert len(snapshots(cache)) == 1
+
+
 def talk(
     capfdbinary: Any, monkeypatch: pytest.MonkeyPatch, lines: bytes, *args: str, model: bool = True
 ) -> tuple[int, str, str]:
