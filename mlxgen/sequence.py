@@ -215,7 +215,7 @@ class TokenSequence:
             raise InvalidValueError(f"can't rewind to token {position}: the cache holds {self.num_fed}")
         self.repair()
         if position < self.num_fed:
-            if can_trim(self.cache, self.num_fed - position):
+            if self.can_trim_to(position):
                 self._trim_to(position)
             else:
                 self.reset()
@@ -241,7 +241,7 @@ class TokenSequence:
         self.ahead = None
         if position >= self.num_fed:
             return
-        if can_trim(self.cache, self.num_fed - position):
+        if self.can_trim_to(position):
             self._trim_to(position)
         else:
             kept = PassLog(list(self.passes.entries))
@@ -266,7 +266,25 @@ class TokenSequence:
             return
         self._rebuild(cancel)
 
+    def can_trim_to(self, position: int) -> bool:
+        """Whether every layer can give up its tokens from `position` on, and be as it was before them."""
+        return can_trim(self.cache, self.num_fed - position) and not self._quantized_behind(position)
+
+    def _quantized_behind(self, position: int) -> bool:
+        """Whether the caches were quantised by a pass that going back to `position` undoes: trimming can't undo that,
+        and the passes fed then would attend to quantised rows where they hadn't."""
+        if self.options.kv_bits is None or not any(
+            isinstance(a, kinds.QuantizedKVCache) for _, a in leaves(self.cache)
+        ):
+            return False
+        kept = PassLog(list(self.passes.entries))
+        kept.trim(position)
+        longest = max((start + count for _, start, count in kept.entries), default=-1)
+        return longest < self.options.quantized_kv_start
+
     def _trim_torn(self) -> bool:
+        if self._quantized_behind(self.num_fed):
+            return False
         excess: list[tuple[Any, int]] = []
         for _, leaf in leaves(self.cache):
             offset = _offset(leaf)

@@ -68,9 +68,14 @@ class SessionState:
         """Change the history by one record, and write it to the journal if there is one."""
         self.append(Record(type_, data))
 
-    def append(self, record: Record) -> None:
-        """The same for a record that exists already."""
-        self.history.apply(record)
+    def append(self, *records: Record) -> None:
+        """The same for records that belong together: the journal gets all of them in one write, or none."""
+        try:
+            for record in records:
+                self.history.apply(record)
+        except BaseException:
+            self.heal()  # applied whole or not at all
+            raise
         if self.journal is not None:
             self.journal.write(self.history.records)
 

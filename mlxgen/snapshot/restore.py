@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlxgen.cache import adapter_of, can_trim, leaves, trim
+from mlxgen.cache import adapter_of, leaves, trim
 from mlxgen.cache.build import quantize_empty
 from mlxgen.cancellation import NEVER, CancelToken
 from mlxgen.errors import MlxgenError, SnapshotError
@@ -294,7 +294,7 @@ def cut_cache(sequence: TokenSequence, position: int) -> bool:
     excess = sequence.num_fed - position
     if excess <= 0:
         return True
-    if not can_trim(sequence.cache, excess):
+    if not sequence.can_trim_to(position):
         return False
     trim(sequence.cache, excess)
     sequence.num_fed = position
