@@ -21,6 +21,7 @@ from mlxgen.options import ReplyOptions
 from mlxgen.prefill import MIN_STEP_SIZE, plan_prefill, step_size_for_latency
 from mlxgen.preparation import encode_medium, prepare_medium, prepared_input, require_vision, shared_prefix
 from mlxgen.sequence import Sampled
+from mlxgen.snapshot.store import Record
 from mlxgen.state import SessionState
 from mlxgen.textstream import TextStream
 
@@ -84,7 +85,8 @@ class ReplyRun:
                 except Cancelled as stop:
                     finish = {"reason": "cancelled", "cancel_reason": stop.reason}
                 self._settle()
-                state.record("finish", finish)
+                if self._reply.finish is None:
+                    state.record("finish", finish)
             yield self.finished()
         finally:
             self._settle()
@@ -221,8 +223,11 @@ class ReplyRun:
             if not reply.tokens and fed_before < reply.num_prompt_tokens:
                 self._work.prefilled_tokens += 1
                 yield PrefillProgress(reply.num_prompt_tokens, reply.num_prompt_tokens)
-            state.append(token_record(sampled))
-            event, finish = self._show(sampled, stop_ids, limit)
+            event, marks, finish = self._show(sampled, stop_ids, limit)
+            # The last token and that it was the last are one write: a kill between the two would let a resumed run go
+            # on past the end.
+            ending = [] if finish is None else [Record("finish", finish)]
+            state.append(token_record(sampled), *marks, *ending)
             state.unit_done("token", iterator.settle)
             yield event
             if finish is not None:
@@ -249,20 +254,22 @@ class ReplyRun:
         own = frozenset(self._options.stop_token_ids)
         return own if self._options.ignore_eos else own | self._state.model.eos_token_ids
 
-    def _show(self, sampled: Sampled, stop_ids: frozenset[int], limit: int | None) -> tuple[Token, _Finish | None]:
-        """The event of a token that was recorded, and how the reply ends if it ends with it."""
-        state, reply, text = self._state, self._reply, self._text
+    def _show(
+        self, sampled: Sampled, stop_ids: frozenset[int], limit: int | None
+    ) -> tuple[Token, list[Record], _Finish | None]:
+        """The event of a token that is about to be recorded, its marks, and how the reply ends if it ends with it."""
+        text = self._text
         assert text is not None
         now_s = time.perf_counter()
         self._work.generated_tokens += 1
         if self._work.first_token_s is None:
             self._work.first_token_s = now_s
         self._work.last_token_s = now_s
-        count = len(reply.tokens)
+        count = len(self._reply.tokens) + 1
+        marks: list[Record] = []
         finish: _Finish | None = None
         if sampled.id in stop_ids:
-            state.record("mark", [count, "silent"])
-            state.record("mark", [count, "flush"])
+            marks = [Record("mark", [count, "silent"]), Record("mark", [count, "flush"])]
             shown = text.flush()
             finish = {"reason": "stop", "stop_token": sampled.id}
         else:
@@ -271,12 +278,12 @@ class ReplyRun:
             if step.stop_hit is not None:
                 finish = {"reason": "stop", "stop_string": step.stop_hit}
             elif limit is not None and count >= limit:
-                state.record("mark", [count, "flush"])
+                marks = [Record("mark", [count, "flush"])]
                 shown += text.flush()
                 finish = {"reason": "length"}
         shown = self._carried() + shown
         top = None if sampled.top is None else tuple(TopLogprob(id=i, logprob=v) for i, v in sampled.top)
-        return Token(count - 1, sampled.id, shown, sampled.logprob, top), finish
+        return Token(count - 1, sampled.id, shown, sampled.logprob, top), marks, finish
 
     def _carried(self) -> str:
         """Text that a continued reply lets go of (it was withheld by a stop string); travels with the next token."""
