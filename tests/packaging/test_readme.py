@@ -75,7 +75,7 @@ def test_the_picture_example(stand_ins: list[str], capsys: pytest.CaptureFixture
     run(examples("pictures"))
     assert stand_ins == ["mlx-community/Qwen2.5-VL-3B-Instruct-4bit"]
     lines = capsys.readouterr().out.split("\n")
-    assert [line.split()[0] for line in lines[:4]] == ["prepare", "prepare", "encode", "encode"]
+    assert lines[:4] == ["prepare 1 of 2", "prepare 2 of 2", "encode 1 of 2", "encode 2 of 2"]
     assert "".join(lines[4:])
 
 
