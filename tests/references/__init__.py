@@ -1,0 +1,1 @@
+"""Reference outputs of transformers on tiny seeded checkpoints, and what rebuilds these checkpoints without it."""

@@ -1,0 +1,53 @@
+"""A case as a family's prompt: its turn markers, and the placeholders its chat template writes for media."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from references.cases import CASES, Piece
+
+_WRAP: Final = {
+    "qwen": ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"),
+    "gemma3": ("<bos><start_of_turn>user\n", "<end_of_turn>\n<start_of_turn>model\n"),
+    "tiled": ("<|im_start|>User:", "<end_of_utterance>\nAssistant:"),
+}
+_PLACEHOLDER: Final = {
+    ("qwen", "image"): "<|vision_start|><|image_pad|><|vision_end|>",
+    ("qwen", "video"): "<|vision_start|><|video_pad|><|vision_end|>",
+    ("gemma3", "image"): "<start_of_image>",
+    ("tiled", "image"): "<image>",
+    ("tiled", "video"): "<video>",
+}
+
+
+def style(kind: str) -> str:
+    if kind.startswith("qwen"):
+        return "qwen"
+    return "gemma3" if kind == "gemma3" else "tiled"
+
+
+def case_names(kind: str) -> list[str]:
+    """The cases a family takes: those with video only where it takes videos."""
+    films = kind.startswith("qwen") or kind == "smolvlm"
+    return [name for name in CASES if films or not any(piece[0] == "video" for piece in media(name))]
+
+
+def media(name: str) -> list[tuple[str, str]]:
+    """The case's media in order: ("image" or "video", name)."""
+    return [piece for piece in CASES[name] if isinstance(piece, tuple)]
+
+
+def pieces(kind: str, name: str) -> list[Piece]:
+    """The case with its turn markers, media still apart."""
+    before, after = _WRAP[style(kind)]
+    return [before, *CASES[name], after]
+
+
+def placeholder(kind: str, medium: str) -> str:
+    return _PLACEHOLDER[style(kind), medium]
+
+
+def prompt(kind: str, name: str) -> str:
+    """The text the chat template would make."""
+    parts = pieces(kind, name)
+    return "".join(part if isinstance(part, str) else placeholder(kind, part[0]) for part in parts)

@@ -1,0 +1,251 @@
+"""Seeded checkpoints of every family, built from NumPy alone: the same weights wherever and whenever they are built.
+
+    write_checkpoint(folder, "qwen2_5_vl")
+
+writes config.json, model.safetensors (float32, the layout the models are published in), tokenizer.json and the
+processor's settings. Each weight comes from `numpy.random.RandomState`, whose streams NumPy promises never to change,
+seeded by the family's seed and the weight's name.
+
+The rows of the output projection that belong to end, padding and picture tokens are zero: their logit is exactly 0 and
+never the largest, so no reply ends early.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from references.tiny_shapes import shapes
+
+MERGES = (
+    ("Ġ", "t"),
+    ("h", "e"),
+    ("i", "n"),
+    ("Ġ", "a"),
+    ("Ġt", "he"),
+    ("e", "r"),
+    ("o", "n"),
+    ("s", "er"),
+    ("u", "ser"),
+)
+EOS, PAD = "<eos>", "<pad>"
+
+QWEN_WORDS = (
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+GEMMA_WORDS = (
+    "<bos>",
+    "<start_of_image>",
+    "<end_of_image>",
+    "<image_soft_token>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+)
+TILE_WORDS = (
+    "<|im_start|>",
+    "<fake_token_around_image>",
+    "<image>",
+    "<end_of_utterance>",
+    "<global-img>",
+    "<video>",
+    *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What a checkpoint is built from. `text` and `vision` are config sections without what the tokenizer decides.
+
+    `image` and `video` are the processors' settings; `names` are the token strings a tokenizer_config.json gives names
+    to; `seed` is one at which no case comes close to a tie between two tokens.
+    """
+
+    kind: str
+    words: tuple[str, ...]
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    image: dict[str, Any]
+    video: dict[str, Any] | None
+    names: dict[str, str]
+    seed: int
+    top: dict[str, Any] = field(default_factory=dict)
+    tied: bool = False
+
+    def token(self, word: str) -> int:
+        return (PAD, EOS, *self.words).index(word)
+
+    @property
+    def vocab_size(self) -> int:
+        return 2 + len(self.words) + 256 + len(MERGES)
+
+    def config(self) -> dict[str, Any]:
+        """config.json."""
+        common = {"pad_token_id": self.token(PAD), "eos_token_id": self.token(EOS), "tie_word_embeddings": self.tied}
+        common |= {"bos_token_id": self.token("<bos>") if "<bos>" in self.words else None}
+        text = {"vocab_size": self.vocab_size, "max_position_embeddings": 8192, **common, **self.text}
+        if self.kind.startswith("qwen"):
+            ids = {
+                f"{name}_token_id": self.token(f"<|{word}|>")
+                for name, word in (
+                    ("image", "image_pad"),
+                    ("video", "video_pad"),
+                    ("vision_start", "vision_start"),
+                    ("vision_end", "vision_end"),
+                )
+            }
+        elif self.kind == "gemma3":
+            ids = {
+                "image_token_index": self.token("<image_soft_token>"),
+                "boi_token_index": self.token("<start_of_image>"),
+                "eoi_token_index": self.token("<end_of_image>"),
+            }
+        else:
+            ids = {"image_token_id": self.token("<image>")}
+        return {
+            "model_type": self.kind,
+            "architectures": [_ARCHITECTURES[self.kind]],
+            "dtype": "float32",
+            **common,
+            **ids,
+            **self.top,
+            "text_config": text,
+            "vision_config": self.vision,
+        }
+
+    def silent_tokens(self) -> list[int]:
+        """The tokens whose logit is always zero."""
+        words = {EOS, PAD, "<|image_pad|>", "<|video_pad|>", "<image_soft_token>", "<image>", "<video>"}
+        return sorted(self.token(word) for word in words & {EOS, PAD, *self.words})
+
+
+_ARCHITECTURES = {
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "idefics3": "Idefics3ForConditionalGeneration",
+    "smolvlm": "SmolVLMForConditionalGeneration",
+}
+
+
+def tokenizer_of(family: Family) -> Tokenizer:
+    """Byte-level BPE whose vocabulary is written down, not trained: special words, 256 bytes, a few merges."""
+    entries = [
+        PAD,
+        EOS,
+        *family.words,
+        *sorted(pre_tokenizers.ByteLevel.alphabet()),
+        *("".join(pair) for pair in MERGES),
+    ]
+    tokenizer = Tokenizer(models.BPE(vocab={entry: at for at, entry in enumerate(entries)}, merges=list(MERGES)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(word, special=True, normalized=False) for word in (PAD, EOS, *family.words)]
+    )
+    return tokenizer
+
+
+def draw_weights(family: Family) -> dict[str, np.ndarray]:
+    """Every weight, float32, by its name in the published layout."""
+    weights: dict[str, np.ndarray] = {}
+    for name, shape in shapes(family.config()).items():
+        stream = np.random.RandomState(zlib.crc32(f"{family.seed} {name}".encode()))
+        values = stream.standard_normal(shape)
+        if "embed_tokens" in name:
+            # A tied table has to be small, or every token's likeliest successor is itself.
+            values *= 0.04 if family.tied else 0.5
+        elif "pos_embed" in name or "position_embedding" in name:
+            values *= 0.2
+        elif len(shape) > 1:
+            turned = ("experts" in name and family.kind == "qwen3_vl_moe") or "mm_input_projection" in name
+            values *= 1.2 / np.sqrt(shape[-2] if turned else np.prod(shape[1:]) if "experts" not in name else shape[-1])
+        elif name.endswith("norm.weight") or ("norm" in name.split(".")[-2] and name.endswith("weight")):
+            values = 0.1 * values + (0.0 if _norm_is_stored_less_one(family.kind, name) else 1.0)
+        elif name.endswith(("A_log", "dt_bias")):
+            values = 0.5 * values
+        else:
+            values *= 0.1
+        weights[name] = values.astype(np.float32)
+    table = "lm_head.weight" if not family.tied else next(name for name in weights if "embed_tokens" in name)
+    weights[table][family.silent_tokens()] = 0.0
+    return weights
+
+
+def _norm_is_stored_less_one(kind: str, name: str) -> bool:
+    if kind == "gemma3":
+        return not name.startswith("vision_tower.")
+    return kind.startswith("qwen3_5") and ".visual." not in name and ".linear_attn." not in name
+
+
+def weight_sum(weights: dict[str, np.ndarray]) -> float:
+    """A number that tells whether two sets of weights are the same."""
+    return float(
+        sum(
+            np.abs(array.astype(np.float64)).sum() * (1 + zlib.crc32(name.encode()) % 7)
+            for name, array in weights.items()
+        )
+    )
+
+
+def write_checkpoint(folder: Path, family: Family) -> dict[str, np.ndarray]:
+    """Write a folder that mlxgen, transformers and mlx-vlm load; returns the weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = draw_weights(family)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer_of(family).save(str(folder / "tokenizer.json"))
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "model_max_length": 8192,
+        "clean_up_tokenization_spaces": False,
+        "processor_class": family.top.get("processor_class", _PROCESSORS[family.kind]),
+        **({"bos_token": "<bos>"} if "<bos>" in family.words else {}),
+        **family.names,
+    }
+    processor: dict[str, Any] = {"processor_class": _PROCESSORS[family.kind]}
+    if family.kind == "gemma3":
+        processor["image_seq_length"] = family.top["mm_tokens_per_image"]
+    elif not family.kind.startswith("qwen"):
+        side = family.vision["image_size"] // family.vision["patch_size"] // family.top["scale_factor"]
+        processor["image_seq_len"] = side * side
+    files: dict[str, Any] = {
+        "config.json": family.config(),
+        "tokenizer_config.json": tokenizer_config,
+        "preprocessor_config.json": family.image | {"processor_class": _PROCESSORS[family.kind]},
+        "processor_config.json": processor,
+    }
+    if family.video is not None:
+        files["video_preprocessor_config.json"] = family.video
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=1))
+    return weights
+
+
+_PROCESSORS = {
+    "qwen2_vl": "Qwen2VLProcessor",
+    "qwen2_5_vl": "Qwen2_5_VLProcessor",
+    "qwen3_vl": "Qwen3VLProcessor",
+    "qwen3_vl_moe": "Qwen3VLProcessor",
+    "qwen3_5": "Qwen3VLProcessor",
+    "qwen3_5_moe": "Qwen3VLProcessor",
+    "gemma3": "Gemma3Processor",
+    "idefics3": "Idefics3Processor",
+    "smolvlm": "SmolVLMProcessor",
+}

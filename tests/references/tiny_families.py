@@ -1,0 +1,286 @@
+"""The families' tiny checkpoints: small in every number, and otherwise as published (norms, biases, tying, forms).
+
+Where a number of the published models is also a default somewhere, another is used here, so that a config that isn't
+read can't go unnoticed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from references.tiny_checkpoints import GEMMA_WORDS, QWEN_WORDS, TILE_WORDS, Family
+
+_CLIP = {
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+_HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+_STEPS = {
+    "do_resize": True,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "do_convert_rgb": True,
+}
+
+_QWEN_NAMES = {
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+    "vision_start_token": "<|vision_start|>",
+    "vision_end_token": "<|vision_end|>",
+    "vision_bos_token": "<|vision_start|>",
+    "vision_eos_token": "<|vision_end|>",
+}
+_TILE_NAMES = {
+    "image_token": "<image>",
+    "fake_image_token": "<fake_token_around_image>",
+    "global_image_token": "<global-img>",
+    "end_of_utterance_token": "<end_of_utterance>",
+    "video_token": "<video>",
+}
+
+
+def _qwen_text(**more: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": 64,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        **more,
+    }
+
+
+def _qwen_processor(patch: int, smallest: int, largest: int, statistics: dict[str, Any]) -> dict[str, Any]:
+    """`smallest` and `largest` in tokens."""
+    block = (2 * patch) ** 2
+    return {
+        **_STEPS,
+        **statistics,
+        "patch_size": patch,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "resample": 3,
+        "size": {"shortest_edge": smallest * block, "longest_edge": largest * block},
+    }
+
+
+def _qwen_old(kind: str, seed: int, text: dict[str, Any], vision: dict[str, Any]) -> Family:
+    """Qwen2-VL and Qwen2.5-VL: patches of 14 pixels, a video's budget per frame."""
+    rope = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    return Family(
+        kind=kind,
+        words=QWEN_WORDS,
+        text=_qwen_text(rope_theta=20000.0, rope_scaling=rope, **text),
+        vision={"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, **vision},
+        image=_qwen_processor(14, 4, 24, _CLIP) | {"image_processor_type": "Qwen2VLImageProcessor"},
+        video=_qwen_processor(14, 4, 12, _CLIP)
+        | {"video_processor_type": "Qwen2VLVideoProcessor", "max_video_tokens": 60},
+        names=_QWEN_NAMES,
+        seed=seed,
+    )
+
+
+def _qwen_new(kind: str, seed: int, text: dict[str, Any], deepstack: list[int], *, tied: bool = False) -> Family:
+    """Qwen3-VL and Qwen3.5: patches of 16 pixels, a video's budget for the whole clip."""
+    vision = {
+        "depth": 4,
+        "hidden_size": 32,
+        "out_hidden_size": 64,
+        "num_heads": 2,
+        "intermediate_size": 48,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 49,
+        "deepstack_visual_indexes": deepstack,
+        "hidden_act": "gelu_pytorch_tanh",
+    }
+    return Family(
+        kind=kind,
+        words=QWEN_WORDS,
+        text=text,
+        vision=vision,
+        image=_qwen_processor(16, 4, 24, _HALF) | {"image_processor_type": "Qwen2VLImageProcessor"},
+        video=_qwen_processor(16, 6, 48, _HALF)
+        | {"video_processor_type": "Qwen3VLVideoProcessor", "max_video_tokens": 10},
+        names=_QWEN_NAMES,
+        seed=seed,
+        tied=tied,
+    )
+
+
+_QWEN3_ROPE = {
+    "head_dim": 16,
+    "rope_theta": 30000.0,
+    "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+}
+_HYBRID = {
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+    "full_attention_interval": 2,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 30000.0,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+        "partial_rotary_factor": 0.25,
+    },
+}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True}
+
+
+def _gemma3(seed: int, **image: Any) -> Family:
+    return Family(
+        kind="gemma3",
+        words=GEMMA_WORDS,
+        text={
+            "model_type": "gemma3_text",
+            "hidden_size": 64,
+            "intermediate_size": 80,
+            "num_hidden_layers": 7,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 24,
+            "sliding_window_pattern": 6,
+            "rope_theta": 500000.0,
+            "rope_local_base_freq": 5000.0,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "rms_norm_eps": 1e-6,
+        },
+        vision={
+            "model_type": "siglip_vision_model",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "image_size": 96,
+            "patch_size": 12,
+            "vision_use_head": False,
+        },
+        image={
+            **_STEPS,
+            **_HALF,
+            "size": {"height": 96, "width": 96},
+            "resample": 2,
+            "image_processor_type": "Gemma3ImageProcessor",
+            **image,
+        },
+        video=None,
+        names={
+            "image_token": "<image_soft_token>",
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+        },
+        seed=seed,
+        top={"mm_tokens_per_image": 16},
+        tied=True,
+    )
+
+
+def _tiled(kind: str, seed: int, *, scale: int, edge: int, video: dict[str, Any]) -> Family:
+    return Family(
+        kind=kind,
+        words=TILE_WORDS,
+        text={
+            "model_type": "llama",
+            "hidden_size": 48,
+            "intermediate_size": 64,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "rope_theta": 70000.0,
+            "rms_norm_eps": 1e-5,
+        },
+        vision={
+            "model_type": kind if kind == "idefics3" else "smolvlm_vision",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "image_size": 64,
+            "patch_size": 8,
+        },
+        image={
+            **_STEPS,
+            **_HALF,
+            "do_image_splitting": True,
+            "do_pad": True,
+            "resample": 1,
+            "size": {"longest_edge": edge},
+            "max_image_size": {"longest_edge": 64},
+            "image_processor_type": "Idefics3ImageProcessor" if kind == "idefics3" else "SmolVLMImageProcessor",
+            **video,
+        },
+        video=None,
+        names=_TILE_NAMES,
+        seed=seed,
+        top={"scale_factor": scale},
+    )
+
+
+FAMILIES: dict[str, Family] = {
+    "qwen2_vl": _qwen_old(
+        "qwen2_vl",
+        2,
+        {"num_hidden_layers": 2},
+        {"depth": 3, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 3},
+    ),
+    "qwen2_5_vl": _qwen_old(
+        "qwen2_5_vl",
+        1,
+        {},
+        {
+            "depth": 4,
+            "hidden_size": 32,
+            "out_hidden_size": 64,
+            "num_heads": 2,
+            "intermediate_size": 48,
+            "window_size": 95,
+            "fullatt_block_indexes": [1, 3],
+            "tokens_per_second": 4,
+        },
+    ),
+    "qwen3_vl": _qwen_new("qwen3_vl", 12, _qwen_text(model_type="qwen3_vl_text", **_QWEN3_ROPE), [0, 2], tied=True),
+    "qwen3_vl_moe": _qwen_new(
+        "qwen3_vl_moe",
+        4,
+        _qwen_text(
+            model_type="qwen3_vl_moe_text", decoder_sparse_step=1, mlp_only_layers=[], **_QWEN3_ROPE, **_EXPERTS
+        ),
+        [0, 1, 2],
+    ),
+    "qwen3_5": _qwen_new("qwen3_5", 2, _qwen_text(model_type="qwen3_5_text", **_HYBRID), []),
+    "qwen3_5_moe": _qwen_new(
+        "qwen3_5_moe",
+        6,
+        _qwen_text(model_type="qwen3_5_moe_text", shared_expert_intermediate_size=28, **_HYBRID, **_EXPERTS),
+        [],
+    ),
+    "idefics3": _tiled("idefics3", 1, scale=2, edge=192, video={}),
+    "smolvlm": _tiled(
+        "smolvlm",
+        9,
+        scale=4,
+        edge=256,
+        video={"video_sampling": {"fps": 1, "max_frames": 6, "video_size": {"longest_edge": 128}}},
+    ),
+    "gemma3": _gemma3(19),
+    "gemma3_pan_and_scan": _gemma3(
+        2,
+        do_pan_and_scan=True,
+        pan_and_scan_min_crop_size=30,
+        pan_and_scan_max_num_crops=3,
+        pan_and_scan_min_ratio_to_activate=1.3,
+    ),
+}

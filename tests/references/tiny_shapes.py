@@ -1,0 +1,193 @@
+"""Names and shapes of every weight of a checkpoint, from its config.json, in the layout the models are published in.
+
+Written out rather than read from another program, so that a checkpoint can be built with NumPy alone. That they are
+complete and right is checked where the references are made: transformers loads them with nothing missing or left over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Shapes = dict[str, tuple[int, ...]]
+Config = Mapping[str, Any]
+
+
+def shapes(config: Config) -> Shapes:
+    """Of the family `config["model_type"]` names."""
+    kind = config["model_type"]
+    text, vision = config["text_config"], config["vision_config"]
+    if kind in ("qwen2_vl", "qwen2_5_vl"):
+        found = _text(text, "model.", bias=True) | _qwen_tower(kind, vision, "visual.", text["hidden_size"])
+    elif kind.startswith("qwen3_vl"):
+        found = _text(text, "model.language_model.", norms=("q_norm", "k_norm"))
+        found |= _qwen_tower(kind, vision, "model.visual.", text["hidden_size"])
+    elif kind.startswith("qwen3_5"):
+        found = _hybrid_text(text, "model.language_model.")
+        found |= _qwen_tower(kind, vision, "model.visual.", text["hidden_size"])
+    elif kind == "gemma3":
+        found = _text(text, "language_model.model.", norms=("q_norm", "k_norm"))
+        for layer in _layers(text, "language_model.model."):
+            found |= {
+                f"{layer}.{name}_feedforward_layernorm.weight": (text["hidden_size"],) for name in ("pre", "post")
+            }
+        found |= _siglip(vision, "vision_tower.vision_model.")
+        found["multi_modal_projector.mm_input_projection_weight"] = (vision["hidden_size"], text["hidden_size"])
+        found["multi_modal_projector.mm_soft_emb_norm.weight"] = (vision["hidden_size"],)
+    else:
+        found = _text(text, "model.text_model.") | _siglip(vision, "model.vision_model.")
+        joined = vision["hidden_size"] * config["scale_factor"] ** 2
+        found["model.connector.modality_projection.proj.weight"] = (text["hidden_size"], joined)
+    if not config["tie_word_embeddings"]:
+        found["lm_head.weight"] = (text["vocab_size"], text["hidden_size"])
+    return found
+
+
+def _layers(text: Config, prefix: str) -> list[str]:
+    return [f"{prefix}layers.{number}" for number in range(text["num_hidden_layers"])]
+
+
+def _linear(name: str, out: int, width: int) -> Shapes:
+    return {f"{name}.weight": (out, width), f"{name}.bias": (out,)}
+
+
+def _norm(name: str, width: int) -> Shapes:
+    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+
+
+def _head_dim(text: Config) -> int:
+    return int(text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"])
+
+
+def _attention(text: Config, layer: str, *, gated: bool = False) -> Shapes:
+    width, head = text["hidden_size"], _head_dim(text)
+    queries, keys = text["num_attention_heads"] * head, text["num_key_value_heads"] * head
+    return {
+        f"{layer}.self_attn.q_proj.weight": (2 * queries if gated else queries, width),
+        f"{layer}.self_attn.k_proj.weight": (keys, width),
+        f"{layer}.self_attn.v_proj.weight": (keys, width),
+        f"{layer}.self_attn.o_proj.weight": (width, queries),
+    }
+
+
+def _dense(prefix: str, size: int, width: int) -> Shapes:
+    return {
+        f"{prefix}.gate_proj.weight": (size, width),
+        f"{prefix}.up_proj.weight": (size, width),
+        f"{prefix}.down_proj.weight": (width, size),
+    }
+
+
+def _mlp(text: Config, layer: str) -> Shapes:
+    width = text["hidden_size"]
+    if "num_experts" not in text:
+        return _dense(f"{layer}.mlp", text["intermediate_size"], width)
+    experts, size = text["num_experts"], text["moe_intermediate_size"]
+    found: Shapes = {f"{layer}.mlp.gate.weight": (experts, width)}
+    if "shared_expert_intermediate_size" in text:
+        shared = text["shared_expert_intermediate_size"]
+        found |= _dense(f"{layer}.mlp.shared_expert", shared, width)
+        found[f"{layer}.mlp.shared_expert_gate.weight"] = (1, width)
+        # Qwen3.5: every expert's matrices as (out, in).
+        return found | {
+            f"{layer}.mlp.experts.gate_up_proj": (experts, 2 * size, width),
+            f"{layer}.mlp.experts.down_proj": (experts, width, size),
+        }
+    # Qwen3-VL: as (in, out).
+    return found | {
+        f"{layer}.mlp.experts.gate_up_proj": (experts, width, 2 * size),
+        f"{layer}.mlp.experts.down_proj": (experts, size, width),
+    }
+
+
+def _text(text: Config, prefix: str, *, bias: bool = False, norms: tuple[str, ...] = ()) -> Shapes:
+    width, head = text["hidden_size"], _head_dim(text)
+    found: Shapes = {f"{prefix}embed_tokens.weight": (text["vocab_size"], width), f"{prefix}norm.weight": (width,)}
+    for layer in _layers(text, prefix):
+        attention = _attention(text, layer)
+        found |= attention | _mlp(text, layer)
+        found |= {f"{layer}.{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
+        found |= {f"{layer}.self_attn.{name}.weight": (head,) for name in norms}
+        for name in ("q", "k", "v") if bias else ():
+            out = attention[f"{layer}.self_attn.{name}_proj.weight"][0]
+            found[f"{layer}.self_attn.{name}_proj.bias"] = (out,)
+    return found
+
+
+def _hybrid_text(text: Config, prefix: str) -> Shapes:
+    """Qwen3.5: gated delta nets, and a gated attention every `full_attention_interval` layers."""
+    width, head = text["hidden_size"], _head_dim(text)
+    found: Shapes = {f"{prefix}embed_tokens.weight": (text["vocab_size"], width), f"{prefix}norm.weight": (width,)}
+    values = text["linear_num_value_heads"] * text["linear_value_head_dim"]
+    keys = text["linear_num_key_heads"] * text["linear_key_head_dim"]
+    for number, layer in enumerate(_layers(text, prefix)):
+        found |= _mlp(text, layer)
+        found |= {f"{layer}.{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
+        if (number + 1) % text["full_attention_interval"] == 0:
+            found |= _attention(text, layer, gated=True)
+            found |= {f"{layer}.self_attn.{name}.weight": (head,) for name in ("q_norm", "k_norm")}
+            continue
+        net, heads = f"{layer}.linear_attn", text["linear_num_value_heads"]
+        found |= {
+            f"{net}.A_log": (heads,),
+            f"{net}.dt_bias": (heads,),
+            f"{net}.conv1d.weight": (2 * keys + values, 1, text["linear_conv_kernel_dim"]),
+            f"{net}.in_proj_qkv.weight": (2 * keys + values, width),
+            f"{net}.in_proj_z.weight": (values, width),
+            f"{net}.in_proj_a.weight": (heads, width),
+            f"{net}.in_proj_b.weight": (heads, width),
+            f"{net}.norm.weight": (text["linear_value_head_dim"],),
+            f"{net}.out_proj.weight": (width, values),
+        }
+    return found
+
+
+def _qwen_tower(kind: str, vision: Config, prefix: str, text_width: int) -> Shapes:
+    old = kind == "qwen2_vl"
+    width = vision["embed_dim"] if old else vision["hidden_size"]
+    size = int(width * vision["mlp_ratio"]) if old else vision["intermediate_size"]
+    patch, merged = vision["patch_size"], width * vision["spatial_merge_size"] ** 2
+    found: Shapes = {f"{prefix}patch_embed.proj.weight": (width, 3, vision["temporal_patch_size"], patch, patch)}
+    for number in range(vision["depth"]):
+        block = f"{prefix}blocks.{number}"
+        found |= _linear(f"{block}.attn.qkv", 3 * width, width) | _linear(f"{block}.attn.proj", width, width)
+        if kind == "qwen2_5_vl":
+            found |= {f"{block}.{name}.weight": (width,) for name in ("norm1", "norm2")}
+            found |= _linear(f"{block}.mlp.gate_proj", size, width) | _linear(f"{block}.mlp.up_proj", size, width)
+            found |= _linear(f"{block}.mlp.down_proj", width, size)
+            continue
+        found |= _norm(f"{block}.norm1", width) | _norm(f"{block}.norm2", width)
+        first, second = ("fc1", "fc2") if old else ("linear_fc1", "linear_fc2")
+        found |= _linear(f"{block}.mlp.{first}", size, width) | _linear(f"{block}.mlp.{second}", width, size)
+    if kind in ("qwen2_vl", "qwen2_5_vl"):
+        found |= _norm(f"{prefix}merger.ln_q", width) if old else {f"{prefix}merger.ln_q.weight": (width,)}
+        return (
+            found
+            | _linear(f"{prefix}merger.mlp.0", merged, merged)
+            | _linear(f"{prefix}merger.mlp.2", text_width, merged)
+        )
+    found[f"{prefix}patch_embed.proj.bias"] = (width,)
+    found[f"{prefix}pos_embed.weight"] = (vision["num_position_embeddings"], width)
+    mergers = {f"{prefix}merger": width}
+    levels = vision.get("deepstack_visual_indexes") or ()
+    mergers |= {f"{prefix}deepstack_merger_list.{level}": merged for level in range(len(levels))}
+    for merger, normed in mergers.items():
+        found |= _norm(f"{merger}.norm", normed)
+        found |= _linear(f"{merger}.linear_fc1", merged, merged) | _linear(f"{merger}.linear_fc2", text_width, merged)
+    return found
+
+
+def _siglip(vision: Config, prefix: str) -> Shapes:
+    width, size, patch = vision["hidden_size"], vision["intermediate_size"], vision["patch_size"]
+    found: Shapes = {
+        f"{prefix}embeddings.patch_embedding.weight": (width, 3, patch, patch),
+        f"{prefix}embeddings.patch_embedding.bias": (width,),
+        f"{prefix}embeddings.position_embedding.weight": ((vision["image_size"] // patch) ** 2, width),
+    }
+    for number in range(vision["num_hidden_layers"]):
+        layer = f"{prefix}encoder.layers.{number}"
+        found |= _norm(f"{layer}.layer_norm1", width) | _norm(f"{layer}.layer_norm2", width)
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            found |= _linear(f"{layer}.self_attn.{name}", width, width)
+        found |= _linear(f"{layer}.mlp.fc1", size, width) | _linear(f"{layer}.mlp.fc2", width, size)
+    return found | _norm(f"{prefix}post_layernorm", width)
