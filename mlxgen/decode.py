@@ -27,7 +27,8 @@ from mlxgen.sampling import (
     token_logprob,
     top_logprobs,
 )
-from mlxgen.sequence import Sampled, TokenSequence, generation_stream
+from mlxgen.sequence import Sampled, TokenSequence
+from mlxgen.streams import generation_stream
 from mlxgen.tokenizer import token_ids_checked
 
 # mlx-lm gives memory that MLX holds back for reuse to the system every 256 tokens; the same here, for the same memory
@@ -158,6 +159,7 @@ class TokenIterator:
         self._sample = None if options.sampler is not None else build_sampler(options.sampling)
         self._penalties: PenaltyState | None = None
         self._history: mx.array | None = None
+        self.last_vector: mx.array | None = None  # of the token returned last, with `full_logprobs`
         self._stale = True
         self._confused = False
         self._flight: tuple[_Ahead, _Ahead | None, int] | None = None
@@ -294,8 +296,6 @@ class TokenIterator:
         self.last_vector = ahead.vector
         return sampled
 
-    last_vector: mx.array | None = None
-
     def _read(self, ahead: _Ahead) -> Sampled:
         try:
             return ahead.read()
@@ -327,7 +327,7 @@ class TokenIterator:
         # Recurrent states are no input of this token, only of the next: submit them too, so that nothing lazy that
         # belongs to this thread's stream is left for whoever closes the loop from another thread.
         try:
-            mx.async_eval(ahead.arrays(), self.sequence.side_states())  # type: ignore[no-untyped-call]
+            mx.async_eval(ahead.arrays(), self.sequence.side_states(), self._histories())  # type: ignore[no-untyped-call]
         except Exception:
             self.sequence.failed_eval()
             if self._ahead is not None and self._ahead.host is None:
@@ -359,6 +359,10 @@ class TokenIterator:
         if options.top_logprobs:
             ahead.top = top_logprobs(logits, options.top_logprobs)
         return ahead
+
+    def _histories(self) -> list[mx.array]:
+        # Evaluated with every token: a processor that never looks must not leave a chain of concatenations.
+        return [] if self._history is None else [self._history]
 
     def _rebuild_history(self) -> None:
         if self._confused:

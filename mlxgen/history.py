@@ -82,9 +82,9 @@ class MediumSource:
     source_hash: str
     options: MediaOptions
 
-    def part(self) -> MediaPart:
+    def part(self, *, allow_urls: bool) -> MediaPart:
         make = ImagePart if self.kind == "image" else VideoPart
-        return make(self.path, self.options)
+        return make(self.path, replace(self.options, allow_urls=allow_urls))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +154,7 @@ class History:
         self.model = {
             "name": str(data["name"]),
             "source": None if data["source"] is None else str(data["source"]),
+            "revision": None if data.get("revision") is None else str(data["revision"]),
             "adapter": None if data["adapter"] is None else str(data["adapter"]),
             "digest": str(data["digest"]),
             "parts": {str(key): str(value) for key, value in data["parts"].items()},
@@ -192,7 +193,7 @@ class History:
         if not 0 <= keep <= len(self.ids):
             raise ValueError(f"it keeps {keep} of {len(self.ids)} tokens")
         del self.ids[keep:]
-        self.ids += [int(token) for token in data["ids"]]
+        self.ids += [_token_id(token) for token in data["ids"]]
         self.passes.trim(keep)
         self.num_fed = keep
         reply = self.laid_out = self._open_reply()
@@ -277,4 +278,10 @@ def token_data(token: Sampled) -> list[Any]:
 def _sampled(data: Any) -> Sampled:
     token, logprob, top = (list(data) + [None, None])[:3]
     tops = None if top is None else tuple((int(i), float(v)) for i, v in top)
-    return Sampled(int(token), None if logprob is None else float(logprob), tops)
+    return Sampled(_token_id(token), None if logprob is None else float(logprob), tops)
+
+
+def _token_id(value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{value!r} isn't a token id")
+    return value

@@ -7,7 +7,7 @@ through the entry-point group `mlxgen.families`; each entry point names an objec
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -97,6 +97,11 @@ class PreparedInput:
     position_ids: np.ndarray[Any, Any] | None = None
     rope_delta: int = 0
     atomic: tuple[tuple[int, int], ...] = ()
+
+    def before(self, end: int) -> PreparedInput:
+        """The same input without the pictures that begin at token `end` or later."""
+        spans = tuple(span for span in self.spans if span.end <= end)
+        return replace(self, spans=spans, atomic=tuple(pair for pair in self.atomic if pair[1] <= end))
 
     @property
     def complete(self) -> bool:

@@ -12,10 +12,8 @@ from mlxgen.decode import DecodeOptions
 from mlxgen.errors import InvalidValueError, NotResumableError
 from mlxgen.prefill import DEFAULT_STEP_SIZE, MIN_STEP_SIZE
 from mlxgen.sampling import LogitsProcessor, SamplingParams
+from mlxgen.stop import StopMatcher
 from mlxgen.tokenizer import token_ids_checked
-
-MAX_STOP_STRINGS = 64
-MAX_STOP_STRING_LENGTH = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +86,7 @@ class ReplyOptions:
         self.decode_options(None).validate(vocab_size)
         if self.max_tokens is not None and not 0 <= self.max_tokens < 2**31:
             raise InvalidValueError(f"max_tokens is {self.max_tokens}; give 0 to {2**31 - 1}, or None for no limit")
-        if isinstance(self.stop, str):
-            raise InvalidValueError(f"stop is the string {self.stop!r}; give a tuple of strings: ({self.stop!r},)")
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise InvalidValueError(f"{len(self.stop)} stop strings; give at most {MAX_STOP_STRINGS}")
-        for string in self.stop:
-            if not isinstance(string, str) or not 0 < len(string) <= MAX_STOP_STRING_LENGTH:
-                raise InvalidValueError(
-                    f"a stop string must have 1 to {MAX_STOP_STRING_LENGTH} characters; got {str(string)[:40]!r}"
-                )
+        StopMatcher(self.stop)  # refuses what can't be matched
         token_ids_checked(self.stop_token_ids, vocab_size)
 
     def decode_options(self, limit: int | None) -> DecodeOptions:
@@ -126,7 +116,7 @@ class ReplyOptions:
     def from_json(cls, data: Mapping[str, Any], processors: tuple[LogitsProcessor, ...] = ()) -> ReplyOptions:
         """Raises `NotResumableError` unless `processors` are those of the saved reply, by name and order."""
         names = [getattr(processor, "name", None) for processor in processors]
-        if names != list(data["processors"]):
+        if names != list(data["processors"]) or None in names:
             raise NotResumableError(
                 f"this reply was sampled with the logits processors {data['processors']}; "
                 f"pass the same ones (got {names}) to go on with it"

@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -117,7 +117,7 @@ class _End:
 
 async def stream_from_owner(
     model: Any, start: Callable[[CancelToken], Iterator[Event]], *, cancel: CancelToken = NEVER
-) -> AsyncIterator[Event]:
+) -> AsyncGenerator[Event, None]:
     """Run `start(token)` and its events on the model's thread; yield the events here.
 
     Cancelling the task (or leaving the loop early) cancels the token and waits until the unit in flight is done and

@@ -73,6 +73,12 @@ class ReplyRun:
         self._text: TextStream | None = None
         self._carry = ""
         self._iterator: TokenIterator | None = None
+        self._feed_s = 0.0  # how long the last chunk took, without what the consumer or a save took
+
+    @property
+    def laid_out(self) -> bool:
+        """Whether the prompt's ids are settled: from there on the turn before this reply has a place in the ledger."""
+        return self._state.history.laid_out is self._reply
 
     def events(self) -> Iterator[Event]:
         """The events of the run; the last one is `Finished` unless an error is raised."""
@@ -109,7 +115,7 @@ class ReplyRun:
             self._work.count(event)
             yield event
         state.sequence.repair(self._cancel)
-        if state.history.laid_out is not self._reply:
+        if not self.laid_out:
             self._lay_out()
         state.catch_up(self._cancel)
         prompt_s = time.perf_counter()
@@ -147,8 +153,10 @@ class ReplyRun:
 
     def _check_memory(self, num_tokens: int) -> None:
         """Refuse what would freeze the machine, before anything is allocated; short runs aren't worth the estimate."""
-        state, limit = self._state, self._reply.limit
+        state, limit, context = self._state, self._reply.limit, self._state.model.context_length
         total = num_tokens + (limit or 0)
+        if context is not None and state.options.cache.max_kv_size is None:
+            total = min(total, context)
         if total < _MIN_TOKENS_TO_ESTIMATE:
             return
         cache = state.options.cache
@@ -186,18 +194,19 @@ class ReplyRun:
         ends = plan_prefill(sequence.num_fed, len(sequence.ids) - 1, 4 * MIN_STEP_SIZE, atomic).ends
         # The first pass of a process also compiles kernels: the second chunk is the one that tells.
         for end in ends[:2]:
-            start, began_s = sequence.num_fed, time.perf_counter()
+            start = sequence.num_fed
             yield from self._feed(end, total)
-            elapsed_s = time.perf_counter() - began_s
         if ends:
-            size = step_size_for_latency(sequence.num_fed - start, elapsed_s, latency, state.options.prefill_step_size)
+            num_tokens = sequence.num_fed - start
+            size = step_size_for_latency(num_tokens, self._feed_s, latency, state.options.prefill_step_size)
             state.record("plan", {"step_size": size})
 
     def _feed(self, end: int, total: int) -> Iterator[PrefillProgress]:
         state, sequence = self._state, self._state.sequence
         self._cancel.checkpoint()
-        start = sequence.num_fed
+        start, began_s = sequence.num_fed, time.perf_counter()
         sequence.feed(end)
+        self._feed_s = time.perf_counter() - began_s
         state.record("pass", [start, end - start])
         self._work.prefilled_tokens += end - start
         state.unit_done("chunk")
@@ -209,7 +218,6 @@ class ReplyRun:
         state, sequence, reply = self._state, self._state.sequence, self._reply
         limit = self._limit()
         stop_ids = self._stop_ids()
-        fed_before = sequence.num_fed
         assert reply.start is not None
         iterator = self._iterator = TokenIterator(
             sequence,
@@ -219,10 +227,15 @@ class ReplyRun:
             cancel=self._cancel,
         )
         while limit is None or len(reply.tokens) < limit:
-            sampled = self._unrecorded() or next(iterator)
-            if not reply.tokens and fed_before < reply.num_prompt_tokens:
-                self._work.prefilled_tokens += 1
-                yield PrefillProgress(reply.num_prompt_tokens, reply.num_prompt_tokens)
+            sampled = self._unrecorded()
+            if sampled is None:
+                begins = not reply.tokens and sequence.num_fed < reply.num_prompt_tokens
+                if begins:
+                    # The prompt's last token is fed by the pass that gives the reply's first. Said before that pass:
+                    # between a token's sampling and its record nothing may come that a consumer could leave at.
+                    yield PrefillProgress(reply.num_prompt_tokens, reply.num_prompt_tokens)
+                sampled = next(iterator)
+                self._work.prefilled_tokens += begins
             event, marks, finish = self._show(sampled, stop_ids, limit)
             # The last token and that it was the last are one write: a kill between the two would let a resumed run go
             # on past the end.

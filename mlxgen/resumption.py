@@ -33,9 +33,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ResumeOptions:
-    """`model` to use instead of loading the recorded one (it must be the same); `processors` as the reply had them."""
+    """`model` to use instead of loading the recorded one (it must be the same); `processors` as the reply had them.
+
+    `load` is how the recorded model is loaded (its adapter and revision come from the snapshot). A snapshot may be
+    somebody else's: addresses that it names are fetched only with `allow_urls`.
+    """
 
     model: Model | None = None
+    load: LoadOptions = LoadOptions()
+    allow_urls: bool = False
     processors: tuple[LogitsProcessor, ...] = ()
     policy: AutosavePolicy = AutosavePolicy()
     on_progress: Callable[[LoadProgress], None] | None = None
@@ -61,6 +67,7 @@ def resume(
         _check_model(history, model, store)
         _check_ids(history, model)
         session = Session._restored(model, _session_options(history), history)
+        session.state.allow_urls = options.allow_urls
         session.state.reply_options = _reply_options(history, model, options.processors)
         adopted = _restore(store, session, options, cancel)
         keeper = Keeper(store, options.policy, files=adopted.files)
@@ -80,10 +87,14 @@ def _load_model(history: History, options: ResumeOptions, cancel: CancelToken) -
     source, name = history.model.get("source"), history.model.get("name")
     if name is None:
         raise SnapshotError("the snapshot doesn't say which model it is of; pass the model")
-    adapter = history.model.get("adapter")
-    chosen = source if source is not None and os.path.isdir(source) else name
+    adapter = history.model.get("adapter") or options.load.adapter_path
+    here = source is not None and os.path.isdir(source)
+    revision = None if here else history.model.get("revision") or options.load.revision
+    how = replace(options.load, adapter_path=adapter, revision=revision)
     try:
-        return load(chosen, options=LoadOptions(adapter_path=adapter), on_progress=options.on_progress, cancel=cancel)
+        return load(
+            source if here and source is not None else name, options=how, on_progress=options.on_progress, cancel=cancel
+        )
     except ModelLoadError as error:
         raise ModelLoadError(f"the snapshot needs the model {name!r}: {error}") from error
 
@@ -118,6 +129,7 @@ def _session_options(history: History) -> SessionOptions:
     try:
         options = SessionOptions.from_json(history.session["options"])
         options.validate()
+        options.to_json()
         datetime.fromisoformat(history.session["created"])
     except _MALFORMED as error:
         raise SnapshotError(f"the journal's session options are malformed ({error}); it can't be used") from error
@@ -180,7 +192,7 @@ def _restore_generation(store: SnapshotStore, session: Session, cancel: CancelTo
         states = list(manifest.body["media"])
         _check_state(state, History.replay(store.records[: manifest.pin.num_records]), session.model)
     except _MALFORMED as error:
-        if isinstance(error, MlxgenError):
+        if isinstance(error, SnapshotError):
             raise
         raise SnapshotError(f"{store.path}: generation {manifest.generation} is malformed ({error})") from error
     media = restore_media(store, states, cancel=cancel)

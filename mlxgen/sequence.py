@@ -12,7 +12,6 @@ import copy
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache as memoized
 from typing import Any
 
 import mlx.core as mx
@@ -23,6 +22,7 @@ from mlxgen.cancellation import NEVER, CancelToken
 from mlxgen.errors import InvalidValueError
 from mlxgen.inputs import ForwardPass, PreparedInput
 from mlxgen.models.model import Model
+from mlxgen.streams import generation_stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +65,6 @@ class PassLog:
             kind, start, count = self.entries[-1]
             if kind == "decode":
                 self.entries[-1] = (kind, start, min(count, position - start))
-
-
-@memoized
-def generation_stream() -> Any:
-    """The stream all passes run on, one per thread (mlx-lm does the same: a busy default stream can't delay a
-    token)."""
-    return mx.new_thread_local_stream(mx.default_device())
 
 
 class TokenSequence:
@@ -150,11 +143,13 @@ class TokenSequence:
 
     def _prefill_pass(self, tokens: list[int], end: int) -> None:
         """Feed `tokens` in one pass, then trim to `end` (a pass that is run again may have been trimmed later)."""
-        start = self.num_fed
+        start, inputs = self.num_fed, self.inputs
+        if inputs is not None and start + len(tokens) > end:
+            inputs = inputs.before(end)
         self._torn = _Tear.UNKNOWN
         with mx.stream(generation_stream()):
             try:
-                self.forward(mx.array(tokens, mx.uint32), cache=self.cache, start=start, inputs=self.inputs)
+                self.forward(mx.array(tokens, mx.uint32), cache=self.cache, start=start, inputs=inputs)
                 quantize_from(self.cache, self.options)
             except BaseException as error:
                 self._torn = _tear(error)
@@ -336,8 +331,7 @@ class TokenSequence:
                     self.feed_one()
             else:
                 cancel.checkpoint()
-                tokens = self.ids[self.num_fed : start + count]
-                self._prefill_pass(tokens + [0] * (start + count - self.num_fed - len(tokens)), end)
+                self._prefill_pass(self.ids[self.num_fed : end] + [0] * (start + count - end), end)
         if self.num_fed < target:
             cancel.checkpoint()
             self._prefill_pass(self.ids[self.num_fed : target], target)

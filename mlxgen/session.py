@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from types import GeneratorType
+from typing import Any, cast
 
 from mlxgen.cancellation import NEVER, CancelToken
-from mlxgen.errors import InvalidValueError, SessionBusyError, SnapshotError
+from mlxgen.errors import InvalidValueError, MediaError, MlxgenError, SessionBusyError, SnapshotError
 from mlxgen.events import Event, Finished, InputProgress, Usage
 from mlxgen.history import History, Reply, Turn, token_data
 from mlxgen.inputs import PreparedMedium
@@ -42,7 +43,7 @@ class Session:
         options.validate()
         self.state = SessionState(model, options)
         self._keeper: Keeper | None = None
-        self._active: Iterator[Event] | Iterator[InputProgress] | None = None
+        self._active: Generator[Event] | Generator[InputProgress] | None = None
         self.notes: tuple[str, ...] = ()
         self.state.record(
             "session", {"options": options.to_json(), "created": datetime.now().isoformat(timespec="seconds")}
@@ -179,8 +180,7 @@ class Session:
         token that is already cancelled runs nothing: the turn stays and the only event is `Finished`.
         """
         reply.validate(self.model.vocab_size)
-        if self._keeper is not None:
-            reply.decode_options(None).require_resumable()
+        self._require_resumable(reply)
         self._close_active()
         if prompt is not None:
             self.add(prompt)
@@ -189,7 +189,9 @@ class Session:
         last = self.history.reply
         if last is not None and last.tokens:
             raise InvalidValueError("the conversation ends with a reply: continue_() it, or give the next prompt")
-        return self._start(reply, continued=False, limit=reply.max_tokens, cancel=cancel)
+        if last is not None:
+            self.state.record("undo", {"turns": 1})  # it was stopped before its first token: this one takes its place
+        return self._start(reply, continued=False, limit=reply.max_tokens, cancel=cancel, added=prompt is not None)
 
     def prepare_media(self, *, cancel: CancelToken = NEVER) -> Iterator[InputProgress]:
         """Prepare and encode the media of the turns there are, without a reply (prepare tonight, generate tomorrow).
@@ -201,7 +203,7 @@ class Session:
         self._active = events = self._prepare_media(cancel)
         return events
 
-    def _prepare_media(self, cancel: CancelToken) -> Iterator[InputProgress]:
+    def _prepare_media(self, cancel: CancelToken) -> Generator[InputProgress]:
         try:
             yield from media_events(self.state, cancel)
         finally:
@@ -224,6 +226,7 @@ class Session:
                 limit = len(current.tokens) + reply.max_tokens
         else:
             reply.validate(self.model.vocab_size)
+            self._require_resumable(reply)
             limit = None if reply.max_tokens is None else len(current.tokens) + reply.max_tokens
         return self._start(reply, continued=True, limit=limit, cancel=cancel)
 
@@ -237,33 +240,35 @@ class Session:
         """Like `stream`, but wait for the end and return the last event (its `text` is the whole reply)."""
         return last_event(self.stream(prompt, reply=reply, cancel=cancel))
 
-    async def astream(
+    def astream(
         self,
         prompt: str | Sequence[Part] | None = None,
         *,
         reply: ReplyOptions = DEFAULT_REPLY,
         cancel: CancelToken = NEVER,
-    ) -> AsyncIterator[Event]:
+    ) -> AsyncGenerator[Event, None]:
         """`stream` for asyncio: the work runs on the model's own thread, events arrive in the task's loop.
 
-        Cancelling the task cancels the work and *waits* for the unit in flight; nothing runs on after this returns.
+        Cancelling the task, or closing the generator, cancels the work and *waits* for the unit in flight; nothing runs
+        on after that returns. (A loop that is left early closes it at once inside `async with contextlib.aclosing`.)
         """
-        async for event in stream_from_owner(
+        # Not an async generator around another: closing the outer one would leave the inner one to the collector.
+        return stream_from_owner(
             self.model, lambda token: self.stream(prompt, reply=reply, cancel=token), cancel=cancel
-        ):
-            yield event
+        )
 
-    async def acontinue(
+    def acontinue(
         self, *, reply: ReplyOptions | None = None, cancel: CancelToken = NEVER
-    ) -> AsyncIterator[Event]:
+    ) -> AsyncGenerator[Event, None]:
         """`continue_` for asyncio; see `astream`."""
-        async for event in stream_from_owner(
-            self.model, lambda token: self.continue_(reply=reply, cancel=token), cancel=cancel
-        ):
-            yield event
+        return stream_from_owner(self.model, lambda token: self.continue_(reply=reply, cancel=token), cancel=cancel)
+
+    def _require_resumable(self, reply: ReplyOptions) -> None:
+        if self._keeper is not None:
+            reply.decode_options(None).require_resumable()
 
     def _start(
-        self, reply: ReplyOptions, *, continued: bool, limit: int | None, cancel: CancelToken
+        self, reply: ReplyOptions, *, continued: bool, limit: int | None, added: bool = False, cancel: CancelToken
     ) -> Iterator[Event]:
         sampling = reply.sampling if reply.sampling.greedy else reply.sampling.with_seed()
         reply = replace(reply, sampling=sampling)
@@ -279,7 +284,7 @@ class Session:
         if pending is not None:
             data["pending"] = token_data(pending)
         self.state.record("reply", data)
-        self._active = events = self._run(ReplyRun(self.state, reply, cancel))
+        self._active = events = self._run(ReplyRun(self.state, reply, cancel), added)
         return events
 
     def _pending(self) -> Sampled | None:
@@ -349,14 +354,8 @@ class Session:
     def _new_keeper(self, path: str | os.PathLike[str], overwrite: bool, policy: AutosavePolicy) -> Keeper:
         if not self.history.model:
             self.state.append(Record("model", model_record(self.model)))
-        store = SnapshotStore.create(path, overwrite=overwrite)
-        keeper = Keeper(store, policy)
-        try:
-            store.append(self.history.records)
-        except BaseException:
-            keeper.close()
-            raise
-        return keeper
+        store = SnapshotStore.create(path, overwrite=overwrite, records=self.history.records)
+        return Keeper(store, policy)
 
     def _attach(self, keeper: Keeper) -> None:
         self._keeper = self.state.journal = keeper
@@ -387,9 +386,15 @@ class Session:
         except SnapshotError as error:
             keeper.warn(error)
 
-    def _run(self, run: ReplyRun) -> Iterator[Event]:
+    def _run(self, run: ReplyRun, added: bool) -> Generator[Event]:
         try:
             yield from run.events()
+        except MlxgenError as error:
+            if added and not run.laid_out and not isinstance(error, MediaError):
+                # The turn itself is what's wrong (too long, refused by the template): left there it would be wrong in
+                # every later prompt too. A medium that can't be read may be mended, and the reply continued.
+                self.state.record("undo", {"turns": 2})
+            raise
         finally:
             self._run_ended()
 
@@ -407,12 +412,11 @@ class Session:
         if active is None:
             self.state.heal()
             return
-        try:
-            active.close()  # type: ignore[attr-defined]
-        except ValueError as error:
+        if cast("GeneratorType[Event, None, None]", active).gi_running:
             raise SessionBusyError(
                 "another thread is in the middle of this session's reply; cancel its token and wait for its last event"
-            ) from error
+            )
+        active.close()
         self._active = None
         self.state.heal()
 
@@ -423,10 +427,17 @@ def model_record(model: Model) -> dict[str, Any]:
     return {
         "name": model.name,
         "source": None if model.path is None else str(model.path),
+        "revision": _hub_revision(model),
         "adapter": None if model.adapter_path is None else str(model.adapter_path),
         "digest": found.digest,
         "parts": dict(found.parts),
     }
+
+
+def _hub_revision(model: Model) -> str | None:
+    """The commit of a model from the hub, read off its place in the hub's cache (…/snapshots/<commit>)."""
+    path = model.path
+    return path.name if path is not None and path.parent.name == "snapshots" else None
 
 
 def _checked_text(text: str) -> str:

@@ -56,6 +56,7 @@ class SessionState:
         self.reply_options: ReplyOptions | None = None
         self.journal: Journal | None = None
         # What a resume couldn't feed again yet: features that a kill took must be computed first.
+        self.allow_urls = False  # for media that a snapshot names by address; those added here bring their own word
         self.owed: Callable[[CancelToken], None] | None = None
 
     @property
@@ -175,7 +176,8 @@ class SessionState:
                 f"medium {index + 1} ({source.name}) was passed in memory and not prepared before the stop, so it is "
                 "gone; undo() the turn and pass it again"
             )
-        return source.part()
+        # What a snapshot says is nobody's permission to go to the network.
+        return source.part(allow_urls=source.options.allow_urls and self.allow_urls)
 
     def check_folder(self, index: int, cancel: CancelToken) -> None:
         """Raise `MediaError` if a medium that is a folder isn't what it was when the turn was added."""
@@ -214,7 +216,7 @@ class SessionState:
             elif turn.reply.tokens and turn is not self.history.turns[-1]:
                 ids = turn.reply.ids
                 # The token that ended the turn is the template's to write.
-                if turn.reply.finish and ids[-1] in self.model.eos_token_ids:
+                if ids[-1] in self.model.eos_token_ids:
                     ids = ids[:-1]
                 reply_ids[len(messages)] = ids
                 messages.append(chat_message(self.model, "assistant", [self.model.tokenizer.decode(ids)]))
@@ -224,7 +226,7 @@ class SessionState:
 
     def _part_of(self, index: int) -> MediaPart:
         source = self.history.media[index]
-        return source.part()
+        return source.part(allow_urls=False)
 
     def _raw_prompt(self, media: Sequence[PreparedMedium]) -> Prompt:
         ids: list[int] = []

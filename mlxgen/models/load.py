@@ -26,7 +26,7 @@ from mlxgen.models.fingerprint import fingerprint_parts, stamp_files
 from mlxgen.models.foreign import foreign_errors
 from mlxgen.models.hub import HubRequest, LoadProgress, OnProgress, fetch
 from mlxgen.models.memory import check_fits, estimate_weights
-from mlxgen.models.model import Model, TextForward, eos_ids_of, num_bytes_of, vocab_size_of
+from mlxgen.models.model import Model, TextForward, eos_ids_of, evaluate_tables, num_bytes_of, vocab_size_of
 from mlxgen.models.suggest import nearby_folder
 
 _log = logging.getLogger(__name__)
@@ -89,6 +89,7 @@ def load(
     if adapter is not None:
         apply_adapter(module, adapter, cancel=cancel)
     _read_weights(module, str(path_or_repo), on_progress, cancel)
+    evaluate_tables(module, vision)
     if stamp_files(files) != stamps:
         raise ModelLoadError(f"files in {folder} changed while it was being loaded; wait until they are written")
     return Model(

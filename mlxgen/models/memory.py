@@ -23,6 +23,7 @@ from mlxgen.errors import OutOfMemoryError
 from mlxgen.models.checkpoint import TensorInfo
 from mlxgen.models.config import text_config
 from mlxgen.models.model import Model
+from mlxgen.streams import generation_stream
 
 _log = logging.getLogger(__name__)
 
@@ -214,7 +215,7 @@ def wired_limit(model: Model) -> Iterator[None]:
     with _wired.lock:
         _wired.num_inside += 1
         if _wired.num_inside == 1:
-            mx.synchronize()
+            mx.synchronize(generation_stream())
             _wired.former = mx.set_wired_limit(recommended)
     try:
         yield
@@ -222,7 +223,7 @@ def wired_limit(model: Model) -> Iterator[None]:
         with _wired.lock:
             _wired.num_inside -= 1
             if _wired.num_inside == 0:
-                mx.synchronize()
+                mx.synchronize(generation_stream())
                 mx.set_wired_limit(_wired.former)
 
 

@@ -82,6 +82,7 @@ class Model:
         """
         known = dict(config) if config is not None else _args_of(module)
         wrapped = wrap_tokenizer(tokenizer, known)
+        evaluate_tables(module, vision)
         return cls(
             module=module,
             tokenizer=wrapped,
@@ -170,6 +171,25 @@ def vocab_size_of(module: nn.Module, config: Mapping[str, Any]) -> int:
             "has no vocab_size; pass config={'vocab_size': …}"
         )
     return declared
+
+
+def evaluate_tables(module: nn.Module, vision: VisionModel | None) -> None:
+    """Evaluate what modules hold beside their parameters (tables of rotary frequencies).
+
+    An array that is still lazy belongs to the thread that built it; no other thread could evaluate it, so the first
+    pass on the model's own thread would fail.
+    """
+    modules = [module, *(part for part in _attributes(vision) if isinstance(part, nn.Module))]
+    mx.eval(
+        [
+            value
+            for top in modules
+            for _, part in top.named_modules()
+            for held in (part.values(), vars(part).values())
+            for value in held
+            if isinstance(value, mx.array)
+        ]
+    )
 
 
 def num_bytes_of(module: nn.Module, vision: VisionModel | None) -> int:

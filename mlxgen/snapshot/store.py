@@ -17,7 +17,14 @@ from mlxgen.errors import InvalidValueError, SnapshotError
 from mlxgen.snapshot import manifest as manifests
 from mlxgen.snapshot import recovery, safetensors
 from mlxgen.snapshot.durable import LOCK_NAME, TEMPORARY_NAME, Folder, snapshot_error, sync_file
-from mlxgen.snapshot.journal import JOURNAL_NAME, JournalPin, JournalWriter, Record, encode_header
+from mlxgen.snapshot.journal import (
+    JOURNAL_NAME,
+    JournalPin,
+    JournalWriter,
+    Record,
+    encode_header,
+    encode_record,
+)
 from mlxgen.snapshot.manifest import DATA_NAME, MANIFEST_NAME, MAX_DATA_FILE_BYTES, FileEntry, Manifest, manifest_name
 from mlxgen.snapshot.safetensors import HostArray
 from mlxgen.snapshot.view import SnapshotView, absolute, is_snapshot, read_only
@@ -68,11 +75,14 @@ class SnapshotStore:
         self._uncommitted: set[str] = set()
 
     @classmethod
-    def create(cls, path: str | os.PathLike[str], *, overwrite: bool = False) -> SnapshotStore:
+    def create(
+        cls, path: str | os.PathLike[str], *, overwrite: bool = False, records: Sequence[Record] = ()
+    ) -> SnapshotStore:
         """Begin a new snapshot at a path that doesn't exist yet; missing parent folders are made.
 
-        With `overwrite`, an existing snapshot (or empty folder) there is given up for the new one in one atomic step;
-        any other existing thing is refused, and foreign files in the folder stay. Raises `SnapshotError`,
+        `records` are its first ones. With `overwrite`, an existing snapshot (or empty folder) there is given up for the
+        new one, records included, in one atomic step; any other existing thing is refused, and foreign files in the
+        folder stay. Raises `SnapshotError`,
         `SnapshotLockedError` when the existing snapshot is in use.
         """
         target = absolute(path)
@@ -97,7 +107,7 @@ class SnapshotStore:
             lock_fd = folder.lock()
             if not made:
                 _refuse_existing(target, overwrite)  # another process may have begun one before the lock was ours
-            store = cls._begin(folder, lock_fd)
+            store = cls._begin(folder, lock_fd, records)
             _sync_parent(target)
             return store
         except BaseException as exc:
@@ -116,19 +126,21 @@ class SnapshotStore:
             raise
 
     @classmethod
-    def _begin(cls, folder: Folder, lock_fd: int) -> SnapshotStore:
+    def _begin(cls, folder: Folder, lock_fd: int, records: Sequence[Record]) -> SnapshotStore:
         before = folder.names()
         journal_id = secrets.token_hex(16)
         last_generation = max(recovery.generation_numbers(before), default=0)
-        header = encode_header(journal_id, last_generation + 1)
-        # The one step that ends an overwritten snapshot: its generations don't belong to this journal.
-        folder.write(JOURNAL_NAME, [header], replace=True)
+        content = encode_header(journal_id, last_generation + 1) + b"".join(map(encode_record, records))
+        # The one step that ends an overwritten snapshot (its generations don't belong to this journal), and by which
+        # the new one has all its records: whenever a kill comes, one of the two is whole.
+        folder.write(JOURNAL_NAME, [content], replace=True)
         for name in sorted(before, key=lambda name: not MANIFEST_NAME.fullmatch(name)):
             if any(pattern.fullmatch(name) for pattern in (MANIFEST_NAME, DATA_NAME, TEMPORARY_NAME)):
                 folder.remove(name)
         left = folder.names()
         fd, _ = folder.open_regular(JOURNAL_NAME, _JOURNAL_FLAGS)
-        journal = JournalWriter(folder.path / JOURNAL_NAME, fd, JournalPin(len(header), "", 0), xxhash.xxh3_128(header))
+        start = JournalPin(len(content), "", len(records))
+        journal = JournalWriter(folder.path / JOURNAL_NAME, fd, start, xxhash.xxh3_128(content))
         store = cls(folder, lock_fd, journal, journal_id)
         store._count_names(left)  # what couldn't be removed keeps its number
         store._generation = max(store._generation, last_generation)

@@ -266,7 +266,7 @@ def test_prompt_longer_than_the_context_is_refused_and_nothing_is_lost() -> None
     session = Session(using, options=SessionOptions(prefill_step_size=16))
     with pytest.raises(ContextLengthError, match="context 40"):
         session.send("x" * 200, reply=greedy(4))
-    session.undo()
+    assert session.turns == (), "a turn that can't be part of any prompt is taken back"
     finished = session.send("Hi", reply=greedy(500))
     assert finished.finish_reason == "length"
     assert len(session.history.ids) == 40
