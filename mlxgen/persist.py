@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,10 @@ class AutosavePolicy:
     max_share: float = 0.005
 
 
+# Files (of at most 64 MB, but for media and states) that may wait for the disk while the next one is made.
+_MAX_WAITING_FILES = 2
+
+
 @dataclass(frozen=True, slots=True)
 class _NewFile:
     kind: str
@@ -53,17 +57,25 @@ class _NewFile:
     meta: dict[str, Any]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Job:
-    """One generation to be written. `keep`: cache rows behind this position are void in files of earlier jobs."""
+    """One generation to be written, its new files first, then the rest of it (`commit`), which says what it all means.
 
-    new: list[_NewFile]
+    Large files travel one by one while the next is being copied out of the cache, so that not the whole cache has to
+    be in memory twice. `keep`: cache rows behind this position are void in files of earlier jobs.
+    """
+
+    added: list[FileEntry] = field(default_factory=list)
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Commit:
     keep: int
     restart: bool
     body: dict[str, Any]
     pin: JournalPin
     same_state: bool = False  # nothing was fed since the job before: its `state` files still hold
-    error: BaseException | None = None
 
 
 class _Writer:
@@ -75,57 +87,78 @@ class _Writer:
     def __init__(self, store: SnapshotStore, files: list[FileEntry]) -> None:
         self._store = store
         self._files = files
-        self._jobs: queue.Queue[_Job | None] = queue.Queue()
+        self._parts: queue.Queue[tuple[_Job, _NewFile | _Commit] | None] = queue.Queue()
+        self._room = threading.Semaphore(_MAX_WAITING_FILES)
         self.failed: str | None = None
         self._thread = threading.Thread(target=self._run, name="mlxgen-snapshot-writer", daemon=True)
         self._thread.start()
 
     @property
     def busy(self) -> bool:
-        return self._jobs.unfinished_tasks > 0
+        return self._parts.unfinished_tasks > 0
 
-    def submit(self, job: _Job) -> None:
-        self._jobs.put(job)
+    def put(self, job: _Job, new: _NewFile) -> None:
+        """Hand a file over; waits while as many as may be in memory at once are waiting to be written."""
+        self._room.acquire()
+        self._parts.put((job, new))
+
+    def commit(self, job: _Job, commit: _Commit) -> None:
+        self._parts.put((job, commit))
 
     def wait(self) -> None:
-        self._jobs.join()
+        self._parts.join()
 
     def close(self) -> None:
-        self._jobs.put(None)
+        self._parts.put(None)
         self._thread.join()
 
     def _run(self) -> None:
         while True:
-            job = self._jobs.get()
+            part = self._parts.get()
             try:
-                if job is None:
+                if part is None:
                     return
-                self._write(job)
-            except BaseException as error:
-                # Whatever it is must not kill the thread silently: the model's thread reads it and says it once.
-                self.failed = str(error)
-                if job is not None:
-                    job.error = error
+                job, content = part
+                if isinstance(content, _NewFile):
+                    self._room.release()
+                    self._put(job, content)
+                else:
+                    self._commit(job, content)
             finally:
-                self._jobs.task_done()
+                del part  # its arrays, before the next one comes
+                self._parts.task_done()
 
-    def _write(self, job: _Job) -> None:
-        if self.failed is not None and not job.restart:
-            raise SnapshotError(self.failed)
-        files = [] if job.restart else trim_entries(self._files, job.keep)
-        if not job.same_state:
-            files = [entry for entry in files if entry.kind != "state"]
-        added: list[FileEntry] = []
+    def _put(self, job: _Job, new: _NewFile) -> None:
+        if job.error is None:
+            try:
+                job.added.append(self._store.put(new.kind, new.arrays, meta=new.meta))
+            except BaseException as error:
+                job.error = error
+
+    def _commit(self, job: _Job, commit: _Commit) -> None:
+        # Whatever goes wrong must not end the thread silently: the model's thread reads it and says it once.
         try:
-            for new in job.new:
-                added.append(self._store.put(new.kind, new.arrays, meta=new.meta))
-            self._store.commit(job.body, [*files, *added], job.pin)
-        except BaseException:
-            for entry in added:
+            if job.error is not None:
+                raise job.error
+            if self.failed is not None and not commit.restart:
+                raise SnapshotError(self.failed)
+            files = [] if commit.restart else trim_entries(self._files, commit.keep)
+            if not commit.same_state:
+                files = [entry for entry in files if entry.kind != "state"]
+            self._store.commit(commit.body, [*files, *job.added], commit.pin)
+        except BaseException as error:
+            job.error, self.failed = error, str(error)
+            for entry in job.added:
                 self._discard(entry)
-            raise
-        self._files = [*files, *added]
-        self.failed = None
+        else:
+            self._files = [*files, *job.added]
+            self.failed = None
+
+    def abandon(self, job: _Job) -> None:
+        """Give up a job that can't be finished; its files are discarded, and the next one must start anew."""
+        self.wait()
+        for entry in job.added:
+            self._discard(entry)
 
     def _discard(self, entry: FileEntry) -> None:
         try:
@@ -235,25 +268,28 @@ class Keeper:
         restart, self._restart = self._restart, True  # until the job is handed over, whatever comes between
         if restart:
             self._cache, self._media, self._keep = CacheExport(), {}, 0
+        job = _Job()
         try:
-            job = self._job(state, restart)
+            self._hand_over(job, state, restart)
         except Exception as error:
+            self._writer.abandon(job)
             self.warn(error)
             return None
-        self._writer.submit(job)
         self._restart = self._behind = False
         self._schedule(state, time.perf_counter() - began_s)
         return job
 
-    def _job(self, state: SessionState, restart: bool) -> _Job:
-        new = [_NewFile("prep", arrays, meta) for arrays, meta in export_media(state.media, self._media)]
+    def _hand_over(self, job: _Job, state: SessionState, restart: bool) -> None:
+        for arrays, meta in export_media(state.media, self._media):
+            self._writer.put(job, _NewFile("prep", arrays, meta))
         keep = min(self._keep, self._cache.position, state.sequence.num_fed)
         same = not restart and keep == self._cache.position and unchanged(state.sequence, self._cache)
         if same:
             self._cache, restarted = with_pending(self._cache, state.sequence), False
         else:
             files, self._cache, restarted = export_cache(state.sequence, self._cache, keep)
-            new += [_NewFile(kind, arrays, meta) for kind, arrays, meta in files]
+            for kind, arrays, meta in files:
+                self._writer.put(job, _NewFile(kind, arrays, meta))
         self._keep = state.sequence.num_fed
         body = {
             "cache": self._cache.to_json(),
@@ -262,7 +298,8 @@ class Keeper:
             "processors": state.processor_states(),
             **environment(),
         }
-        return _Job(new, 0 if restarted else keep, restart, body, self._store.pin(), same_state=same)
+        kept = 0 if restarted else keep
+        self._writer.commit(job, _Commit(kept, restart, body, self._store.pin(), same_state=same))
 
     def save(self, state: SessionState) -> None:
         """Write everything now and wait until it is on the disk. Raises `SnapshotError` if it can't be."""

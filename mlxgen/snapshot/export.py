@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -111,12 +112,15 @@ class CacheExport:
         )
 
 
-def export_cache(sequence: TokenSequence, before: CacheExport, keep: int) -> tuple[list[NewFile], CacheExport, bool]:
+def export_cache(
+    sequence: TokenSequence, before: CacheExport, keep: int
+) -> tuple[Iterator[NewFile], CacheExport, bool]:
     """What must be written so that the snapshot holds `sequence` as it is now.
 
-    `before` says what files hold already, `keep` up to which row that is still true. Returns the new files (row
-    segments of at most 64 MB for caches that only grow; the whole state of the others), the new state, and whether
-    segments start again from row 0 because a cache changed its kind (quantised meanwhile).
+    `before` says what files hold already, `keep` up to which row that is still true. Returns the new files, made one at
+    a time as they are asked for (row segments of at most 64 MB for caches that only grow; the whole state of the
+    others), the new state, and whether segments start again from row 0 because a cache changed its kind (quantised
+    meanwhile).
     """
     sequence.repair()
     entries = [(path, leaf, adapter_of(leaf)) for path, leaf in leaves(sequence.cache)]
@@ -125,24 +129,13 @@ def export_cache(sequence: TokenSequence, before: CacheExport, keep: int) -> tup
     restarted = bool(known) and kinds != known
     start = 0 if restarted or not known else min(keep, before.position)
     end = sequence.num_fed
-    files: list[NewFile] = []
     growing = [(path, leaf, adapter) for path, leaf, adapter in entries if adapter.appends]
     for path, leaf, _ in growing:
         if leaf.offset != end:
             raise UnsupportedError(f"cache {path} holds {leaf.offset} tokens, the ledger {end}: it can't be saved")
-    if growing and end > start:
-        files += _segments(growing, start, end)
-    state = {
-        f"{path}/{name}": array
-        for path, leaf, adapter in entries
-        if not adapter.appends
-        for name, array in adapter.whole(leaf).items()
-    }
-    if state:
-        mx.eval(list(state.values()))
-        files.append(("state", {name: to_host(array) for name, array in state.items()}, {"position": end}))
+    bounded = [(path, leaf, adapter) for path, leaf, adapter in entries if not adapter.appends]
     return (
-        files,
+        itertools.chain(_segments(growing, start, end), _states(bounded, end)),
         CacheExport(
             position=end,
             leaves=tuple((path, adapter.kind, adapter.meta(leaf)) for path, leaf, adapter in entries),
@@ -169,7 +162,16 @@ def with_pending(before: CacheExport, sequence: TokenSequence) -> CacheExport:
     return replace(before, pending=sequence.ahead, num_ids=len(sequence.ids))
 
 
+def _states(bounded: Sequence[tuple[str, Any, Any]], end: int) -> Iterator[NewFile]:
+    state = {f"{path}/{name}": array for path, leaf, adapter in bounded for name, array in adapter.whole(leaf).items()}
+    if state:
+        mx.eval(list(state.values()))
+        yield "state", {name: to_host(array) for name, array in state.items()}, {"position": end}
+
+
 def _segments(growing: Sequence[tuple[str, Any, Any]], start: int, end: int) -> Iterator[NewFile]:
+    if not growing:
+        return
     row_bytes = sum(
         array.nbytes // max(array.shape[-2], 1) for _, leaf, adapter in growing for array in adapter.arrays(leaf)
     )
