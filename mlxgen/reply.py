@@ -16,7 +16,6 @@ from mlxgen.errors import ContextLengthError
 from mlxgen.events import Event, Finished, FinishReason, InputProgress, PrefillProgress, Token, TopLogprob, Usage
 from mlxgen.history import Reply, token_record
 from mlxgen.models.memory import RunSize, check_fits, estimate_run, wired_limit
-from mlxgen.models.model import Model
 from mlxgen.options import ReplyOptions
 from mlxgen.prefill import MIN_STEP_SIZE, plan_prefill, step_size_for_latency
 from mlxgen.preparation import encode_medium, prepare_medium, prepared_input, require_vision, shared_prefix
@@ -71,7 +70,6 @@ class ReplyRun:
         self._work = Work(time.perf_counter())
         self._reused_tokens = 0
         self._text: TextStream | None = None
-        self._carry = ""
         self._iterator: TokenIterator | None = None
         self._feed_s = 0.0  # how long the last chunk took, without what the consumer or a save took
 
@@ -84,7 +82,7 @@ class ReplyRun:
         """The events of the run; the last one is `Finished` unless an error is raised."""
         state = self._state
         try:
-            self._text, self._carry = rebuild_text(state.model, self._reply)
+            self._text = rebuild_text(state.model.tokenizer, self._reply)
             with wired_limit(state.model):
                 try:
                     finish = yield from self._phases()
@@ -279,10 +277,12 @@ class ReplyRun:
             self._work.first_token_s = now_s
         self._work.last_token_s = now_s
         count = len(self._reply.tokens) + 1
+        carried = text.carried  # let go of when the reply went on; travels with this token
         marks: list[Record] = []
         finish: _Finish | None = None
         if sampled.id in stop_ids:
             marks = [Record("mark", [count, "silent"]), Record("mark", [count, "flush"])]
+            text.skip()
             shown = text.flush()
             finish = {"reason": "stop", "stop_token": sampled.id}
         else:
@@ -294,14 +294,8 @@ class ReplyRun:
                 marks = [Record("mark", [count, "flush"])]
                 shown += text.flush()
                 finish = {"reason": "length"}
-        shown = self._carried() + shown
         top = None if sampled.top is None else tuple(TopLogprob(id=i, logprob=v) for i, v in sampled.top)
-        return Token(count - 1, sampled.id, shown, sampled.logprob, top), marks, finish
-
-    def _carried(self) -> str:
-        """Text that a continued reply lets go of (it was withheld by a stop string); travels with the next token."""
-        carried, self._carry = self._carry, ""
-        return carried
+        return Token(count - 1, sampled.id, carried + shown, sampled.logprob, top), marks, finish
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -387,26 +381,6 @@ def finished_event(reply: Reply, text: TextStream | None, usage: Usage) -> Finis
     )
 
 
-def rebuild_text(model: Model, reply: Reply) -> tuple[TextStream, str]:
-    """The text stream of a reply as its tokens and marks say, and what of its text no token event has carried yet.
-
-    The latter is text that was let go after the last token, by going on after a stop string.
-    """
-    stream = TextStream(model.tokenizer, reply.first_stops)
-    silent = {count for count, kind, _ in reply.marks if kind == "silent"}
-    marks = list(reversed(reply.marks))
-    carried = ""
-    for count in range(len(reply.tokens) + 1):
-        while marks and marks[-1][0] == count:
-            _, kind, detail = marks.pop()
-            if kind == "flush":
-                stream.flush()  # travelled with the token before it
-            elif kind == "release":
-                carried += stream.release()
-            elif kind == "stops":
-                carried += stream.change_stops(tuple(detail))
-        if count < len(reply.tokens):
-            carried = ""
-            if count + 1 not in silent:
-                stream.feed(reply.tokens[count].id)
-    return stream, carried
+def rebuild_text(tokenizer: Any, reply: Reply) -> TextStream:
+    """The text stream of a reply as its tokens and marks say."""
+    return TextStream.rebuild(tokenizer, reply.first_stops, reply.ids, reply.marks)

@@ -107,7 +107,7 @@ class Session:
     def reply_text(self) -> str:
         """What the user has seen of the current (or last) reply."""
         reply = self.history.reply
-        return "" if reply is None else rebuild_text(self.model, reply)[0].text
+        return "" if reply is None else rebuild_text(self.model.tokenizer, reply).text
 
     @property
     def last_finished(self) -> Finished | None:
@@ -115,7 +115,9 @@ class Session:
         reply = self.history.reply
         if reply is None or not reply.finished:
             return None
-        return finished_event(reply, rebuild_text(self.model, reply)[0], Usage(prompt_tokens=reply.num_prompt_tokens))
+        return finished_event(
+            reply, rebuild_text(self.model.tokenizer, reply), Usage(prompt_tokens=reply.num_prompt_tokens)
+        )
 
     @property
     def snapshot_path(self) -> Path | None:
@@ -296,7 +298,7 @@ class Session:
         """Mark that a reply goes on after a stop string, or with other stop strings: text may be let go of."""
         count = len(current.tokens)
         if current.finish is not None and current.finish.get("stop_string") is not None:
-            stream, _ = rebuild_text(self.model, current)
+            stream = rebuild_text(self.model.tokenizer, current)
             while stream.stop_hit is not None:
                 stream.release()
                 self.state.record("mark", [count, "release"])

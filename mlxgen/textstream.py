@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from mlxgen.detokenizer import Detokenizer
 from mlxgen.errors import InvalidValueError
 from mlxgen.stop import StopMatcher
 
-Mark = tuple[int, Literal["flush", "release"]]
+# (number of tokens before it, what happened, more about it); see `TextStream.rebuild`.
+Mark = tuple[int, str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,8 @@ class TextStream:
     """The text state of one reply. Owned by that reply, used by one thread.
 
     What survives a stop is not this object but what it is a function of: the tokenizer, the stop strings, the ids, and
-    the marks (where `flush` or `release` was called); `rebuild` makes an identical stream of those. Stop *tokens* are
-    the caller's business: their text would be shown if they were fed.
+    the marks; `rebuild` makes an identical stream of those. `carried` is text that was let go of after the last token,
+    so that no token has carried it to the user yet.
     """
 
     def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = ()) -> None:
@@ -34,21 +35,27 @@ class TextStream:
         self._matcher = StopMatcher(stop_strings)
         self._shown: list[str] = []
         self._num_tokens = 0
+        self.carried = ""
 
     @classmethod
     def rebuild(
         cls, tokenizer: Any, stop_strings: Sequence[str], tokens: Iterable[int], marks: Sequence[Mark] = ()
     ) -> TextStream:
-        """The stream after these tokens, with `flush` or `release` called where it was called the first time.
+        """The stream after these tokens, with everything that was done to it done again where it was done.
 
-        `marks` are (number of tokens fed before the call, which call), in the order of the calls. A mark out of order
-        or past the end raises `InvalidValueError`.
+        `marks`, in their order: "flush", "release" and "stops" (the list of stop strings from there on) are calls of
+        the methods of that name; "silent" says that the token before it was skipped. A mark out of order or past the
+        end raises `InvalidValueError`.
         """
         stream = cls(tokenizer, stop_strings)
+        silent = {mark[0] for mark in marks if mark[1] == "silent"}
         waiting = list(reversed(marks))
         stream._replay_marks(waiting)
         for token in tokens:
-            stream.feed(token)
+            if stream._num_tokens + 1 in silent:
+                stream.skip()
+            else:
+                stream.feed(token)
             stream._replay_marks(waiting)
         if waiting:
             raise InvalidValueError(
@@ -58,18 +65,26 @@ class TextStream:
 
     def _replay_marks(self, waiting: list[Mark]) -> None:
         while waiting and waiting[-1][0] == self._num_tokens:
-            kind = waiting.pop()[1]
+            _, kind, detail = waiting.pop()
             if kind == "flush":
                 self.flush()
             elif kind == "release":
                 self.release()
-            else:
-                raise InvalidValueError(f"text mark {kind!r} is unknown; expected 'flush' or 'release'")
+            elif kind == "stops":
+                self.change_stops(tuple(detail))
+            elif kind != "silent":
+                raise InvalidValueError(f"text mark {kind!r} is unknown; it was written by a newer mlxgen")
+
+    def skip(self) -> None:
+        """Count a token that has no text: the stop token that ended the reply."""
+        self._num_tokens += 1
+        self.carried = ""
 
     def feed(self, token: int) -> TextStep:
         """Take in one id. After a stop hit the text is kept back until `release`, and `stop_hit` stays set."""
         step = self._matcher.feed(self._detokenizer.add(token))
         self._num_tokens += 1
+        self.carried = ""
         self._show(step.emit)
         return TextStep(step.emit, step.hit)
 
@@ -82,13 +97,17 @@ class TextStream:
 
         What follows may hit again: ask `stop_hit`.
         """
-        return self._show(self._matcher.release())
+        return self._carry(self._matcher.release())
 
     def change_stops(self, stop_strings: Sequence[str]) -> str:
         """Match other stop strings from here on; shows what the old ones held back and the new ones don't."""
         held = self._matcher.held
         self._matcher = StopMatcher(stop_strings)
-        return self._show(self._matcher.feed(held).emit)
+        return self._carry(self._matcher.feed(held).emit)
+
+    def _carry(self, text: str) -> str:
+        self.carried += text
+        return self._show(text)
 
     def _show(self, text: str) -> str:
         if text:

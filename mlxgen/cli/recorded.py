@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from mlxgen.errors import MlxgenError
 from mlxgen.events import Finished, Usage
 from mlxgen.history import History
 from mlxgen.models.config import read_config
 from mlxgen.models.fingerprint import fingerprint_files, fingerprint_parts
-from mlxgen.models.load import LoadOptions, _load_tokenizer
-from mlxgen.models.model import Model
+from mlxgen.models.load import LoadOptions, read_tokenizer
 from mlxgen.reply import finished_event, rebuild_text
 
 
@@ -33,10 +31,7 @@ def recorded_reply(history: History) -> Finished | None:
         return None
     if tokenizer is None:
         return None
-    # Of the model, only the tokenizer is asked for.
-    stand_in = cast(Model, SimpleNamespace(tokenizer=tokenizer))
-    text, _ = rebuild_text(stand_in, reply)
-    return finished_event(reply, text, Usage(prompt_tokens=reply.num_prompt_tokens))
+    return finished_event(reply, rebuild_text(tokenizer, reply), Usage(prompt_tokens=reply.num_prompt_tokens))
 
 
 def _same_tokenizer(folder: Path, digests: Mapping[str, str]) -> Any:
@@ -46,4 +41,4 @@ def _same_tokenizer(folder: Path, digests: Mapping[str, str]) -> Any:
     found = fingerprint_files(files).parts
     if not found or found.get("tokenizer") != digests.get("tokenizer"):
         return None
-    return _load_tokenizer(folder, read_config(folder), LoadOptions())
+    return read_tokenizer(folder, read_config(folder), LoadOptions())

@@ -77,7 +77,7 @@ def load(
     stamps = stamp_files(files)
     if options.check_memory:
         check_fits(estimate_weights(tensors), what=f"loading {path_or_repo}")
-    tokenizer = _load_tokenizer(folder, config, options)
+    tokenizer = read_tokenizer(folder, config, options)
     cancel.checkpoint()
     vision: VisionModel | None = None
     if family is not None:
@@ -186,7 +186,7 @@ def supported_model_types() -> tuple[frozenset[str], frozenset[str]]:
     return text_model_types(), frozenset(vision_families())
 
 
-def _load_tokenizer(folder: Path, config: Mapping[str, Any], options: LoadOptions) -> Any:
+def read_tokenizer(folder: Path, config: Mapping[str, Any], options: LoadOptions) -> Any:
     from mlx_lm.utils import load_tokenizer
 
     extra: dict[str, Any] = dict(options.tokenizer_config)

@@ -66,22 +66,48 @@ def test_rebuilt_from_ids_and_marks_is_the_same_at_every_cut() -> None:
             if stream.stop_hit:
                 if rng.random() < 0.5:
                     stream.release()
-                    marks.append((n, "release"))
+                    marks.append((n, "release", None))
             elif rng.random() < 0.2:
                 stream.flush()
-                marks.append((n, "flush"))
+                marks.append((n, "flush", None))
+            elif rng.random() < 0.1:
+                stream.change_stops(["END", "é"])
+                marks.append((n, "stops", ["END", "é"]))
             again = TextStream.rebuild(TOKENIZER, ["STOP", "\n\n", "END"], tokens[:n], marks)
             assert _state(again) == _state(stream)
+            assert again.carried == stream.carried
         whole = stream.text + stream.held + stream.pending
         assert whole == TOKENIZER.decode(tokens, skip_special_tokens=False)
 
 
+def test_a_stop_token_has_no_text_and_what_is_let_go_of_waits_for_the_next_token() -> None:
+    tokens = _ids("one STOP two")
+    silent = len(tokens) - 1
+    stream = TextStream.rebuild(TOKENIZER, ["STOP"], tokens[: silent + 1], [(silent + 1, "silent", None)])
+    assert stream.num_tokens == silent + 1
+    released = TextStream.rebuild(TOKENIZER, ["STOP"], tokens, [(len(tokens), "release", None)])
+    assert released.carried == "STOP two"
+    assert released.text == "one STOP two"
+    released.feed(tokens[0])
+    assert released.carried == ""
+
+
 def test_marks_at_the_start_and_twice_at_one_place() -> None:
-    stream = TextStream.rebuild(TOKENIZER, ["ab"], _ids("xa"), [(0, "flush"), (2, "flush"), (2, "release")])
+    stream = TextStream.rebuild(
+        TOKENIZER, ["ab"], _ids("xa"), [(0, "flush", None), (2, "flush", None), (2, "release", None)]
+    )
     assert stream.text == "xa"
 
 
-@pytest.mark.parametrize("marks", [[(9, "flush")], [(2, "flush"), (1, "flush")], [(1, "burn")], [(-1, "flush")]])
+@pytest.mark.parametrize(
+    "marks",
+    [
+        [(9, "flush", None)],
+        [(2, "flush", None), (1, "flush", None)],
+        [(1, "burn", None)],
+        [(-1, "flush", None)],
+    ],
+)
 def test_marks_that_do_not_fit_are_refused(marks: list[Mark]) -> None:
     with pytest.raises(InvalidValueError):
         TextStream.rebuild(TOKENIZER, [], _ids("abc"), marks)
