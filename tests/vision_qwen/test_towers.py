@@ -5,10 +5,10 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlxgen_vision.towers import qwen_vit
+from mlxgen_vision.towers import pace, qwen_vit
 from mlxgen_vision.towers.qwen2_5_vl import Qwen25VLTower, Qwen25VLVisionConfig, window_members
 from mlxgen_vision.towers.qwen3_vl import Qwen3VLTower, Qwen3VLVisionConfig, resampling_taps
-from mlxgen_vision.towers.qwen_vit import Windows, attend, block_flops, pad_heads, patch_coordinates, step_ends
+from mlxgen_vision.towers.qwen_vit import Windows, attend, block_flops, pad_heads, patch_coordinates
 
 from mlxgen.cancellation import Cancelled, CancelToken
 
@@ -51,24 +51,43 @@ def test_positions_are_resampled_with_aligned_corners():
     assert one[0, shares[0] > 0].tolist() == [0]
 
 
-def test_steps_are_bounded_by_their_work_and_at_least_one_block():
-    assert step_ends([1.0] * 5, budget=2.0) == [2, 4, 5]
-    assert step_ends([5.0, 5.0], budget=2.0) == [1, 2]
-    assert step_ends([1.0, 3.0, 1.0, 1.0], budget=3.0) == [1, 2, 4]
-    assert step_ends([1.0], budget=9.0) == [1]
+def test_the_next_step_is_what_the_machine_does_in_a_tenth_of_a_second():
+    own = pace.Pace()
+    assert not own.fits(1.0), "the first step is one block"
+    own.took(1e9, 0.01)
+    assert own.fits(6.9e9)
+    assert not own.fits(7.1e9)
+    own.took(1e12, 0.1)  # faster than any step may be long
+    assert own.fits(pace.STEP_FLOPS)
+    assert not own.fits(1.01 * pace.STEP_FLOPS)
 
 
-def test_a_real_tower_never_does_more_than_the_budget_or_one_block_in_a_step():
-    # Qwen2.5-VL 7B: 32 blocks of width 1280; a thumbnail, a screenshot, a page.
-    for num_patches, expected in ((256, 4), (4096, 32), (16384, 32)):
-        costs = [
-            block_flops(num_patches, 1280, 3 * 1280 * 3420, num_patches if number in (7, 15, 23, 31) else 64)
-            for number in range(32)
-        ]
-        ends = step_ends(costs)
-        assert len(ends) == expected
-        for start, end in zip([0, *ends], ends, strict=False):
-            assert sum(costs[start:end]) <= qwen_vit.STEP_FLOPS or end - start == 1
+@pytest.mark.parametrize(
+    ("num_patches", "flops_per_s", "longest"), [(256, 1e11, 1), (256, 2e12, 9), (1024, 1e12, 1), (16384, 2e13, 1)]
+)
+def test_no_step_takes_longer_than_a_tenth_of_a_second_or_one_block(num_patches, flops_per_s, longest, monkeypatch):
+    """Qwen2.5-VL's tower, 32 blocks of width 1280, on machines of several speeds, with a clock that work moves."""
+    costs = [
+        block_flops(num_patches, 1280, 3 * 1280 * 3420, num_patches if number in (7, 15, 23, 31) else 64)
+        for number in range(32)
+    ]
+    clock, done, steps = [0.0], [0], [0]
+
+    def block(number, hidden):
+        clock[0] += costs[number] / flops_per_s
+        done[0] += 1
+        return hidden, {}
+
+    monkeypatch.setattr(qwen_vit.time, "perf_counter", lambda: clock[0])
+    hidden = mx.zeros((1, 1))
+    start_s, start_block = 0.0, 0
+    for _ in qwen_vit.run_blocks(hidden, costs, block, lambda x: x):
+        blocks, took_s = done[0] - start_block, clock[0] - start_s
+        assert blocks <= 1 or took_s <= 0.1
+        start_s, start_block = clock[0], done[0]
+        steps.append(blocks)
+    assert done[0] == 32
+    assert max(steps) == longest
 
 
 @pytest.fixture
@@ -79,15 +98,15 @@ def tower():
 
 @pytest.fixture
 def small_steps(monkeypatch):
-    monkeypatch.setattr(qwen_vit.step_ends, "__defaults__", (1.0,))
+    monkeypatch.setattr(pace, "STEP_FLOPS", 0.0)
 
 
 def test_the_features_dont_depend_on_where_the_steps_are_cut(tower, monkeypatch):
     patches = np.random.default_rng(0).normal(size=(24, 96)).astype(np.float32)
-    (whole,) = tower.encode(patches, 4, 6)
-    monkeypatch.setattr(qwen_vit.step_ends, "__defaults__", (1.0,))
+    *_, whole = tower.encode(patches, 4, 6)
+    monkeypatch.setattr(pace, "STEP_FLOPS", 0.0)
     *steps, cut = tower.encode(patches, 4, 6)
-    assert steps == [None] * 3
+    assert steps == [None] * 6  # four blocks, and two mergers for deepstack
     assert set(cut) == set(whole) == {"features", "deepstack_0", "deepstack_1"}
     for name in whole:
         assert mx.array_equal(cut[name], whole[name])
@@ -101,8 +120,8 @@ def test_a_stop_between_two_steps_runs_no_more_blocks(tower, small_steps):
     cancel = CancelToken()
     patches = np.zeros((24, 96), np.float32)
     steps = tower.encode(patches, 4, 6)
-    assert next(steps) is None
-    assert next(steps) is None
+    for _ in range(3):  # a block, what branches off it, a block
+        assert next(steps) is None
     cancel.cancel()
     with pytest.raises(Cancelled):
         cancel.checkpoint()
@@ -127,7 +146,7 @@ def test_full_attention_blocks_see_further_than_a_window():
         patches = np.random.default_rng(0).normal(size=(64, 24)).astype(np.float32)
         changed = patches.copy()
         changed[0] += 1.0
-        (before,), (after,) = tower.encode(patches, 8, 8), tower.encode(changed, 8, 8)
+        (*_, before), (*_, after) = tower.encode(patches, 8, 8), tower.encode(changed, 8, 8)
         return int((mx.abs(after["features"] - before["features"]).max(axis=1) > 1e-6).sum().item())
 
     assert reach(()) == 4  # a window of 8 pixels is 4 patches, 2 tokens, each way

@@ -8,6 +8,7 @@ are encoded independently of each other.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -19,10 +20,7 @@ import numpy as np
 from mlxgen.errors import UnsupportedError
 from mlxgen.inputs import Features
 from mlxgen_vision.checkpoint import Weights, patch_matrix
-
-# What one step between two checkpoints may compute: a tenth of a second at 1 TFLOP/s, about what the smallest Apple GPU
-# sustains. A constant rather than a measurement, so that the number of steps is the same on every run and machine.
-STEP_FLOPS: Final = 1e11
+from mlxgen_vision.towers.pace import Pace
 
 # Head widths for which MLX has a fused attention kernel on the GPU. Other widths are padded to the next of them with
 # zeros, which changes no score and saves the quadratic score matrix.
@@ -166,18 +164,6 @@ def block_flops(num_patches: int, hidden_size: int, mlp_weights: int, window: in
     return 2.0 * num_patches * (4 * hidden_size**2 + mlp_weights) + 4.0 * num_patches * window * hidden_size
 
 
-def step_ends(costs: Sequence[float], budget: float = STEP_FLOPS) -> list[int]:
-    """Where to stop between blocks: ends of runs of blocks that cost at most `budget` together (one block at least)."""
-    ends: list[int] = []
-    spent = 0.0
-    for number, cost in enumerate(costs):
-        if number and spent + cost > budget:
-            ends.append(number)
-            spent = 0.0
-        spent += cost
-    return [*ends, len(costs)]
-
-
 def run_blocks(
     hidden: mx.array,
     costs: Sequence[float],
@@ -186,23 +172,38 @@ def run_blocks(
 ) -> Iterator[Features | None]:
     """Run the blocks step by step, `mx.eval` at the end of each; None after every step but the last, then the features.
 
-    `block(i, hidden)` is block i and the features that branch off after it, `merge(hidden)` what comes after the last
-    block; it belongs to the last step.
+    `costs` are the blocks' floating-point operations. `block(i, hidden)` is block i and the features that branch off
+    after it, `merge(hidden)` what comes after the last block. A branch or the end counts as one more block: mergers
+    cost about half of one.
     """
+    pace = Pace()
     features: Features = {}
-    start = 0
-    for end in step_ends(costs):
-        for number in range(start, end):
-            hidden, branch = block(number, hidden)
-            features |= branch
-        if end == len(costs):
-            features["features"] = merge(hidden)
-            mx.eval(features)
-            yield features
-        else:
-            mx.eval(hidden, features)
-            yield None
-        start = end
+    pending = 0.0
+    began_s = time.perf_counter()
+    for number, cost in enumerate(costs):
+        if number and not pace.fits(pending + cost):
+            yield from _end_of_step(pace, pending, began_s, hidden, features)
+            pending, began_s = 0.0, time.perf_counter()
+        hidden, branch = block(number, hidden)
+        pending += cost
+        if branch and not pace.fits(pending + cost):
+            yield from _end_of_step(pace, pending, began_s, hidden, features)
+            pending, began_s = 0.0, time.perf_counter()
+        features |= branch
+        pending += cost if branch else 0.0
+    if not pace.fits(pending + costs[-1]):
+        yield from _end_of_step(pace, pending, began_s, hidden, features)
+    features["features"] = merge(hidden)
+    mx.eval(features)
+    yield features
+
+
+def _end_of_step(
+    pace: Pace, flops: float, began_s: float, hidden: mx.array, features: Features
+) -> Iterator[Features | None]:
+    mx.eval(hidden, features)
+    pace.took(flops, time.perf_counter() - began_s)
+    yield None
 
 
 class Tower(Protocol):

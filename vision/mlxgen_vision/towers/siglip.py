@@ -7,6 +7,7 @@ Modules are named as in the published checkpoints (`encoder.layers.N.self_attn.q
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final
@@ -18,10 +19,7 @@ import numpy as np
 from mlxgen.errors import UnsupportedError
 from mlxgen.inputs import Features
 from mlxgen_vision.checkpoint import Weights, channel_last
-
-# What one step between two checkpoints may compute: a tenth of a second at 1 TFLOP/s, about what the smallest Apple GPU
-# sustains. A constant rather than a measurement, so that the number of steps is the same on every run and machine.
-STEP_FLOPS: Final = 1e11
+from mlxgen_vision.towers import pace
 
 # Images that go through a block together, at most: more don't make the products any more efficient, but every one
 # holds its hidden states and attention scores in memory.
@@ -194,19 +192,12 @@ def grid_positions(rows: int, columns: int, side: int) -> np.ndarray[Any, Any]:
     return (down[:, None] * side + across[None, :]).reshape(-1).astype(np.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """How many images go through how many blocks between two checkpoints."""
+def images_per_step(config: SiglipConfig, num_images: int, num_patches: int) -> int:
+    """How many images go through a block together: as many as fit `pace.STEP_FLOPS`, but one at least.
 
-    images: int
-    blocks: int
-
-    @classmethod
-    def of(cls, config: SiglipConfig, num_images: int, num_patches: int) -> StepPlan:
-        """As much as fits `STEP_FLOPS`, and never less than one block of one image."""
-        one = config.block_flops(num_patches)
-        images = max(1, min(num_images, MAX_IMAGES_PER_STEP, int(STEP_FLOPS // one)))
-        return cls(images=images, blocks=max(1, min(config.num_hidden_layers, int(STEP_FLOPS // (one * images)))))
+    Not a matter of the machine's speed: other shapes may round differently.
+    """
+    return max(1, min(num_images, MAX_IMAGES_PER_STEP, int(pace.STEP_FLOPS // config.block_flops(num_patches))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,21 +221,28 @@ def encode_images(tower: SiglipTower, pixels: np.ndarray[Any, Any], readout: Rea
     """
     count, height, width, _ = pixels.shape
     side = tower.config.patch_size
-    plan = StepPlan.of(tower.config, count, (height // side) * (width // side))
+    num_patches = (height // side) * (width // side)
+    together = images_per_step(tower.config, count, num_patches)
+    own_pace = pace.Pace()
     layers = tower.encoder.layers[: readout.num_layers]
     finished: list[mx.array] = []
-    for first in range(0, count, plan.images):
-        hidden = tower.embeddings(mx.array(pixels[first : first + plan.images]).astype(tower.dtype))
-        for done in range(0, len(layers), plan.blocks):
-            if done:
+    for first in range(0, count, together):
+        batch = pixels[first : first + together]
+        cost, pending, began_s = tower.config.block_flops(num_patches) * len(batch), 0.0, time.perf_counter()
+        hidden = tower.embeddings(mx.array(batch).astype(tower.dtype))
+        for layer in [*layers, None]:  # None: what comes after the last, which counts as a block
+            if pending and not own_pace.fits(pending + cost):
                 mx.eval(hidden)
+                own_pace.took(pending, time.perf_counter() - began_s)
+                pending, began_s = 0.0, time.perf_counter()
                 yield None
-            for block in layers[done : done + plan.blocks]:
-                hidden = block(hidden)
+            if layer is not None:
+                hidden = layer(hidden)
+            pending += cost
         rows = readout.project(tower.post_layernorm(hidden) if readout.post_norm else hidden)
         mx.eval(rows)
         finished.append(rows.reshape(-1, rows.shape[-1]))
-        if first + plan.images < count:
+        if first + together < count:
             yield None
     features = mx.concatenate(finished) if len(finished) > 1 else finished[0]
     mx.eval(features)
