@@ -194,6 +194,8 @@ class History:
             raise ValueError(f"it keeps {keep} of {len(self.ids)} tokens")
         del self.ids[keep:]
         self.ids += [_token_id(token) for token in data["ids"]]
+        if keep == self.num_fed + 1:
+            self.passes.decode(self.num_fed)  # the pass that had sampled the unseen token, now dropped
         self.passes.trim(keep)
         self.num_fed = keep
         reply = self.laid_out = self._open_reply()
