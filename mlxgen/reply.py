@@ -113,6 +113,7 @@ class ReplyRun:
             self._work.count(event)
             yield event
         state.sequence.repair(self._cancel)
+        state.follow(self._cancel)
         if not self.laid_out:
             self._lay_out()
         state.catch_up(self._cancel)

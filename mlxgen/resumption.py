@@ -19,7 +19,6 @@ from mlxgen.models.load import LoadOptions, load
 from mlxgen.models.model import Model
 from mlxgen.options import ReplyOptions, SessionOptions
 from mlxgen.persist import AutosavePolicy, Keeper
-from mlxgen.preparation import Prompt, prepared_input
 from mlxgen.sampling import LogitsProcessor, is_resumable
 from mlxgen.sequence import PassLog, TokenSequence
 from mlxgen.session import Session
@@ -245,7 +244,7 @@ def _replay(
     base = _Base(num_pinned, state, tuple(states))
 
     def feed_again(cancel: CancelToken) -> None:
-        _place_media(session)
+        session.state.place_media()
         if session.state.reply_options is not None and session.state.reply_options.processors:
             _replay_sampling(base, session, cancel)
             return
@@ -264,15 +263,6 @@ def _replay(
 def _media_complete(session: Session) -> bool:
     layout = session.history.layout
     return layout is None or all(session.media[i].prepared and session.media[i].encoded for i in layout.media)
-
-
-def _place_media(session: Session) -> None:
-    """Say to the sequence which media stand where in its ids."""
-    layout = session.history.layout
-    if layout is not None:
-        prompt = Prompt(session.history.ids[: layout.num_tokens], layout.replies)
-        media = [session.media[index] for index in layout.media]
-        session.sequence.inputs = prepared_input(session.model, prompt, media)
 
 
 @dataclass(frozen=True, slots=True)

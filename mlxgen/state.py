@@ -9,14 +9,23 @@ from dataclasses import asdict
 from datetime import datetime
 from typing import Any, Literal, Protocol
 
-from mlxgen.cancellation import CancelToken
+from mlxgen.cancellation import NEVER, CancelToken
 from mlxgen.decode import processor_memory
 from mlxgen.errors import InvalidValueError, MediaError
 from mlxgen.history import History, MediumSource
 from mlxgen.inputs import PreparedMedium
 from mlxgen.models.model import Model
 from mlxgen.options import ReplyOptions, SessionOptions
-from mlxgen.preparation import Conversation, Prompt, chat_message, chat_prompt, hash_file, hash_folder, raw_ids
+from mlxgen.preparation import (
+    Conversation,
+    Prompt,
+    chat_message,
+    chat_prompt,
+    hash_file,
+    hash_folder,
+    prepared_input,
+    raw_ids,
+)
 from mlxgen.request import ImagePart, MediaPart
 from mlxgen.sampling import is_resumable
 from mlxgen.sequence import TokenSequence
@@ -98,10 +107,19 @@ class SessionState:
     @property
     def agreed(self) -> bool:
         """Whether sequence and history are at the same token: what is saved together must be."""
-        return not self.history.torn and len(self.sequence.ids) == len(self.history.ids)
+        return not self.history.torn and self.sequence.ids == self.history.ids
 
-    def agree(self) -> None:
-        """Take out of the sequence what the history doesn't know; it is computed again when the reply goes on."""
+    def follow(self, cancel: CancelToken) -> None:
+        """Before a run: the sequence is where the history is, or one token ahead (sampled, and not recorded yet)."""
+        ids, known = self.sequence.ids, self.history.ids
+        if ids != known and (len(ids) != len(known) + 1 or ids[:-1] != known):
+            self.agree(cancel)
+
+    def agree(self, cancel: CancelToken = NEVER) -> None:
+        """Take out of the sequence what the history doesn't know; it is computed again when the reply goes on.
+
+        Where an interrupt hit between a rewind and its record, what was dropped and shouldn't have been is fed again.
+        """
         self.heal()
         sequence, known = self.sequence, self.history.ids
         if sequence.ids == known:
@@ -111,6 +129,18 @@ class SessionState:
             common = min(len(sequence.ids), len(known))
         sequence.retract(min(common, sequence.num_fed))
         sequence.ids = list(known)
+        self.place_media()
+        if sequence.num_fed < self.history.num_fed:
+            sequence.replay(self.history.passes.entries, self.history.num_fed, cancel=cancel)
+
+    def place_media(self) -> None:
+        """Say to the sequence which media stand where in its ids, as the history has it. All must be encoded."""
+        layout = self.history.layout
+        if layout is None:
+            self.sequence.inputs = None
+            return
+        prompt = Prompt(self.history.ids[: layout.num_tokens], layout.replies)
+        self.sequence.inputs = prepared_input(self.model, prompt, [self.media[index] for index in layout.media])
 
     def unit_done(self, unit: Unit, settle: Callable[[], None] | None = None) -> None:
         """One unit was committed: the moment for an autosave."""

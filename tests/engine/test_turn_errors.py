@@ -95,3 +95,31 @@ def test_a_model_loaded_on_one_thread_runs_on_another(tmp_path) -> None:
     thread.start()
     thread.join()
     assert results == ["length"]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5", "quantized"])
+def test_an_interrupt_between_going_back_and_its_record_changes_nothing(name, monkeypatch) -> None:
+    """The worst place: the sequence has the new prompt already, the history doesn't."""
+    from mlxgen.state import SessionState
+
+    setup, real = SETUPS[name], SessionState.record
+
+    def interrupted(self, type_, data):
+        if type_ == "prompt":
+            raise KeyboardInterrupt
+        return real(self, type_, data)
+
+    expected, session = new_session(setup), new_session(setup)
+    for one in (expected, session):
+        one.send("One two three four five", reply=greedy(4))
+    monkeypatch.setattr(SessionState, "record", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        session.send("a longer one, with some more words in it", reply=greedy(4))
+    monkeypatch.undo()
+    session.undo()
+    for one in (expected, session):
+        list(one.continue_())
+        one.send("third", reply=greedy(4))
+    assert session.history.ids == expected.history.ids
+    assert session.ledger == expected.ledger
+    assert session.reply_text == expected.reply_text
