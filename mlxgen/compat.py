@@ -91,7 +91,8 @@ def stream_generate(
 
     `model` is a module (with its `tokenizer`) or what `mlxgen.load` returned. `max_tokens` -1 means no limit.
     `prompt_cache` is updated in place and holds prompt and every token that was yielded, whenever the caller stops. A
-    cancelled token ends the stream with finish_reason "cancelled" (and the last token again, with no text).
+    cancelled token ends the stream with finish_reason "cancelled" (and the last token again, with no text), or, before
+    the first token, with no response at all.
     """
     if draft_model is not None:
         raise UnsupportedError("speculative decoding isn't in this version of mlxgen; leave draft_model out")

@@ -7,10 +7,6 @@ half done, and a second call goes on with the next unit.
 
 from __future__ import annotations
 
-import hashlib
-import os
-import weakref
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -21,52 +17,11 @@ import mlx.core as mx
 from mlxgen.cancellation import NEVER, Cancelled, CancelToken
 from mlxgen.errors import InvalidValueError, PlaceholderError, UnsupportedError
 from mlxgen.events import InputProgress
+from mlxgen.features import feature_store
 from mlxgen.inputs import Features, PreparedInput, PreparedMedium, VisionModel
 from mlxgen.models.model import Model
 from mlxgen.request import ImagePart, MediaPart, Message
 from mlxgen.tokenizer import ChatTokenizer, Piece, ReplyPiece
-
-_FEATURE_STORE_BYTES = 512 * 2**20
-
-
-class FeatureStore:
-    """Encoded features by content hash, least recently used out first, bounded in bytes. One per model, on its thread.
-
-    So that the same picture in another turn or session isn't encoded again. It is a cache: dropping it loses only time.
-    """
-
-    def __init__(self, max_bytes: int = _FEATURE_STORE_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._entries: OrderedDict[tuple[str, int], Features] = OrderedDict()
-
-    @property
-    def num_bytes(self) -> int:
-        return self._num_bytes
-
-    def get(self, content_hash: str, part: int) -> Features | None:
-        found = self._entries.get((content_hash, part))
-        if found is not None:
-            self._entries.move_to_end((content_hash, part))
-        return found
-
-    def put(self, content_hash: str, part: int, features: Features) -> None:
-        key = (content_hash, part)
-        if key in self._entries:
-            return
-        self._entries[key] = features
-        self._num_bytes += sum(array.nbytes for array in features.values())
-        while self._num_bytes > self._max_bytes and len(self._entries) > 1:
-            _, dropped = self._entries.popitem(last=False)
-            self._num_bytes -= sum(array.nbytes for array in dropped.values())
-
-
-_stores: weakref.WeakKeyDictionary[Any, FeatureStore] = weakref.WeakKeyDictionary()
-
-
-def feature_store(vision: VisionModel) -> FeatureStore:
-    """The store that belongs to a loaded model."""
-    return _stores.setdefault(vision, FeatureStore())
 
 
 def require_vision(model: Model) -> VisionModel:
@@ -245,11 +200,11 @@ def _fresh_prompt(request: PrepareRequest, media: Sequence[PreparedMedium]) -> P
     if request.raw:
         return Prompt(raw_ids(model, "".join(message.text for message in request.messages), media))
     messages = [chat_message(model, message.role, message.parts) for message in request.messages]
-    return chat_prompt(model, Conversation(messages, {}, request.template_options), media)
+    return chat_prompt(model, PromptSource(messages, {}, request.template_options), media)
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class PromptSource:
     """Messages for the chat template; `reply_ids` are the ids of earlier replies by message index. `now`: see
     `pieces`."""
 
@@ -266,7 +221,7 @@ def chat_message(model: Model, role: str, parts: Sequence[Any]) -> dict[str, Any
     return {"role": role, "content": "".join(part for part in parts if isinstance(part, str))}
 
 
-def chat_prompt(model: Model, conversation: Conversation, media: Sequence[PreparedMedium]) -> Prompt:
+def chat_prompt(model: Model, conversation: PromptSource, media: Sequence[PreparedMedium]) -> Prompt:
     """A conversation to ids, with every placeholder of the template's own text expanded to its medium's tokens."""
     chat = ChatTokenizer(model.tokenizer)
     vision = model.vision
@@ -318,26 +273,3 @@ def raw_ids(model: Model, text: str, media: Sequence[PreparedMedium], *, first: 
     if media:
         text = require_vision(model).expand(text, media)
     return ChatTokenizer(model.tokenizer).encode_raw(text, add_special=first)
-
-
-def hash_file(path: Any, *, cancel: CancelToken = NEVER) -> str:
-    """SHA-256 (hex) of a file's bytes, a checkpoint every few megabytes."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(4 * 2**20):
-            cancel.checkpoint()
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def hash_folder(path: Any, *, cancel: CancelToken = NEVER) -> str:
-    """SHA-256 (hex) of the names and contents of a folder's files; hidden ones, which file managers write, don't count.
-
-    To know the folder again, whatever a family makes of it.
-    """
-    digest = hashlib.sha256()
-    for name in sorted(os.listdir(path)):
-        file = os.path.join(path, name)
-        if not name.startswith(".") and os.path.isfile(file):
-            digest.update(os.fsencode(name) + b"\0" + bytes.fromhex(hash_file(file, cancel=cancel)))
-    return digest.hexdigest()

@@ -17,12 +17,10 @@ from mlxgen.inputs import PreparedMedium
 from mlxgen.models.model import Model
 from mlxgen.options import ReplyOptions, SessionOptions
 from mlxgen.preparation import (
-    Conversation,
     Prompt,
+    PromptSource,
     chat_message,
     chat_prompt,
-    hash_file,
-    hash_folder,
     prepared_input,
     raw_ids,
 )
@@ -30,6 +28,7 @@ from mlxgen.request import ImagePart, MediaPart
 from mlxgen.sampling import is_resumable
 from mlxgen.sequence import TokenSequence
 from mlxgen.snapshot.store import Record
+from mlxgen.sources import hash_file, hash_folder, num_bytes_of
 
 # What was committed: a prepared picture, a prepared video frame, an encoded part of a medium, a prefill chunk, a token.
 Unit = Literal["image", "frame", "features", "chunk", "token"]
@@ -251,7 +250,7 @@ class SessionState:
                 reply_ids[len(messages)] = ids
                 messages.append(chat_message(self.model, "assistant", [self.model.tokenizer.decode(ids)]))
         created = datetime.fromisoformat(self.history.session["created"])
-        conversation = Conversation(messages, reply_ids, self.options.template_options, created)
+        conversation = PromptSource(messages, reply_ids, self.options.template_options, created)
         return chat_prompt(self.model, conversation, media)
 
     def _part_of(self, index: int) -> MediaPart:
@@ -295,7 +294,14 @@ def _place_of(source: Any) -> str | None:
     return os.path.abspath(os.path.expanduser(source) if source.startswith("~") else source)
 
 
+# Hashing a source is no unit that could be stopped: of more than this (a second's reading), the content is known
+# from when it is first opened, not from when its turn is added.
+_MAX_HASHED_BYTES = 256 * 2**20
+
+
 def _hash_of(path: str) -> str:
+    if num_bytes_of(path) > _MAX_HASHED_BYTES:
+        return ""
     if os.path.isdir(path):
         return _FOLDER + hash_folder(path)
     return hash_file(path) if os.path.isfile(path) else ""

@@ -10,10 +10,10 @@ from vision_harness import tiny_vlm
 from vision_harness.jobs import Counts, counting, image, job, model, new_session, options, reply, sources
 
 from mlxgen.errors import PlaceholderError
+from mlxgen.features import feature_store
 from mlxgen.models import Model
 from mlxgen.models.model import TextForward
 from mlxgen.options import SessionOptions
-from mlxgen.preparation import feature_store
 from mlxgen.request import ImagePart, VideoPart
 from mlxgen.resumption import ResumeOptions, resume
 from mlxgen.session import Session
