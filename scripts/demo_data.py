@@ -7,19 +7,16 @@ themselves come from `mlxgen_vision.demo_pictures`; here is what is asked about 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
 from mlxgen_vision.demo_pictures import CANVAS, COLOURS, DIRECTIONS, KINDS, QUADRANTS, Shape, draw_clip, draw_scene
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
 PATCH, MERGE, TEMPORAL = 14, 2, 2
 GRID = CANVAS // PATCH  # patches to a side
 CELLS = GRID // MERGE  # picture tokens to a side
 PICTURE_TOKENS = CELLS * CELLS
-MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
-STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
 TOKENS_PER_SECOND = 2
 SYSTEM = "You are a helpful assistant."
 SPECIALS = (
@@ -64,20 +61,6 @@ class Dialogue:
 
     media: list[Medium]
     turns: list[Turn]
-
-
-@dataclass
-class Batch:
-    """Dialogues of one form, padded to the same length: what one training or evaluation step reads."""
-
-    patches: Floats  # (num_temporal_patches, GRID*GRID, 1176)
-    cell_labels: Ints  # (num_temporal_patches, PICTURE_TOKENS, 3)
-    tokens: Ints  # (rows, length)
-    positions: Ints  # (3, rows, length)
-    feature_index: Ints  # (rows, length): row in the flattened picture features, -1 for text
-    targets: Ints  # (rows, length): next token where it is part of an answer, else -1
-    kinds: list[list[str]] = field(default_factory=list)
-    turn_of: Ints = field(default_factory=lambda: np.zeros((0, 0), np.int32))  # which answer a target belongs to
 
 
 # ---------------------------------------------------------------------------------------------- pictures
@@ -227,6 +210,17 @@ WORDINGS = {
     ),
     "each": ("Describe the pictures.", "Describe each picture.", "What is in the pictures?"),
 }
+# Further wordings for the last part of the training, where capitals and final marks also come and go.
+MORE_WORDINGS = {
+    "count": ("Count the shapes.", "How many shapes?", "How many shapes can you see?", "How many are there?"),
+    "count by kind": ("Count the {kind}s.", "How many {kind}s?", "How many {kind}s can you see?"),
+    "shape": ("Name the shape.", "What kind of shape is it?", "Which shape do you see?"),
+    "colour": ("Name the colour.", "What colour does it have?", "What is its colour?", "What is its color?"),
+    "where": ("Where do you see it?", "Where is it in the picture?", "In which corner is it?"),
+    "caption": ("Please describe the picture.", "Describe it.", "What does the picture show?", "Tell me what you see."),
+    "clip caption": ("Please describe the video.", "What do you see?", "What does the video show?"),
+    "direction": ("Where does it go?", "Which way does it go?", "Which direction?", "Does it move left or right?"),
+}
 CHAT = (
     ("Hello", "Hello! Show me a picture with coloured shapes."),
     ("Hello!", "Hello! Show me a picture with coloured shapes."),
@@ -262,12 +256,39 @@ def number_of(count: int, noun: str) -> str:
     return f"There {'is' if count == 1 else 'are'} {NUMBERS[count]} {noun}{'' if count == 1 else 's'}."
 
 
+# Questions that need a position, a comparison or a selection are learned last: late in training they come first.
+HARD = ("where", "where of", "quarter", "colour of", "count by kind", "direction", "clip caption", "clip shape")
+
+
+def _order(rng: np.random.Generator, turns: list[Turn], stage: int) -> list[Turn]:
+    """The turns in random order; from stage 1 hard ones come rather first, from stage 2 questions are worded freely."""
+    if stage == 0:
+        return [turns[i] for i in rng.permutation(len(turns))]
+    delay = rng.exponential(size=len(turns)) / [4.0 if turn.kind in HARD else 1.0 for turn in turns]
+    turns = [turns[i] for i in np.argsort(delay)]
+    return [_freely(rng, turn) for turn in turns] if stage > 1 else turns
+
+
+def _freely(rng: np.random.Generator, turn: Turn) -> Turn:
+    """The question in one of the further wordings now and then, in lower case, without its last mark."""
+    question = turn.question
+    more = MORE_WORDINGS.get(turn.kind)
+    if more and rng.random() < 0.4:
+        named = [kind for kind in KIND_NAMES if kind in question]
+        question = _pick(rng, more).format(kind=named[0] if named else "")
+    if rng.random() < 0.2:
+        question = question[0].lower() + question[1:]
+    if rng.random() < 0.2:
+        question = question[:-1]
+    return replace(turn, question=question)
+
+
 def _ask(rng: np.random.Generator, kind_of_question: str, answer: str, /, **words: str) -> Turn:
     return Turn(kind_of_question, _pick(rng, WORDINGS[kind_of_question]).format(**words), answer)
 
 
-def picture_turns(rng: np.random.Generator, shapes: list[Shape]) -> list[Turn]:
-    """Every question this scene allows, one wording each, in random order."""
+def picture_turns(rng: np.random.Generator, shapes: list[Shape], stage: int = 0) -> list[Turn]:
+    """Every question this scene allows, one wording each, in random order (see `_order`)."""
     turns = [
         _ask(rng, "count", number_of(len(shapes), "shape")),
         _ask(rng, "caption", caption(shapes)),
@@ -292,10 +313,10 @@ def picture_turns(rng: np.random.Generator, shapes: list[Shape]) -> list[Turn]:
         place = str(_pick(rng, [str(p) for p in places])) if rng.random() < 0.7 else _pick(rng, list(QUADRANTS))
         found = caption([places[place]]) if place in places else "Nothing."
         turns.append(_ask(rng, "quarter", found, place=place))
-    return [turns[i] for i in rng.permutation(len(turns))]
+    return _order(rng, turns, stage)
 
 
-def clip_turns(rng: np.random.Generator, shape: Shape, way: str | None) -> list[Turn]:
+def clip_turns(rng: np.random.Generator, shape: Shape, way: str | None, stage: int = 0) -> list[Turn]:
     name = article(f"{shape.colour} {shape.kind}")
     moves = "rests" if way is None else f"moves {way}"
     turns = [
@@ -304,7 +325,7 @@ def clip_turns(rng: np.random.Generator, shape: Shape, way: str | None) -> list[
         _ask(rng, "clip shape", f"It is {article(shape.kind)}."),
         _ask(rng, "clip colour", f"It is {shape.colour}."),
     ]
-    return [turns[i] for i in rng.permutation(4)]
+    return _order(rng, turns, stage)
 
 
 def pictures_turns(rng: np.random.Generator, scenes: list[list[Shape]]) -> list[Turn]:
@@ -328,17 +349,20 @@ def chat_turns(rng: np.random.Generator) -> list[Turn]:
     return [turns[i] for i in rng.permutation(3)]
 
 
-def make_dialogue(rng: np.random.Generator, form: str, num_turns: int, easy: bool = False) -> Dialogue:
+def make_dialogue(rng: np.random.Generator, form: str, num_turns: int, easy: bool = False, stage: int = 0) -> Dialogue:
     """A dialogue of a form: "picture", "pictures2", "pictures3", "clip4", "clip6", "clip8" or "chat"."""
     if form == "picture":
-        shapes = make_scene(rng, int(rng.integers(1, 3)) if easy else None)
-        return Dialogue([picture_of(rng, shapes)], picture_turns(rng, shapes)[:num_turns])
+        num_shapes = (
+            int(rng.integers(1, 3)) if easy else int(rng.choice([1, 1, 1, 1, 2, 2, 3, 3, 4])) if stage else None
+        )
+        shapes = make_scene(rng, num_shapes)
+        return Dialogue([picture_of(rng, shapes)], picture_turns(rng, shapes, stage)[:num_turns])
     if form.startswith("pictures"):
         scenes = [make_scene(rng) for _ in range(int(form[8:]))]
         return Dialogue([picture_of(rng, scene) for scene in scenes], pictures_turns(rng, scenes)[:num_turns])
     if form.startswith("clip"):
         medium, shape, way = make_clip(rng, int(form[4:]))
-        return Dialogue([medium], clip_turns(rng, shape, way)[:num_turns])
+        return Dialogue([medium], clip_turns(rng, shape, way, stage)[:num_turns])
     return Dialogue([], chat_turns(rng)[:num_turns])
 
 
@@ -355,102 +379,3 @@ def corpus(rng: np.random.Generator, num_dialogues: int) -> list[str]:
         texts.append(f"system\n{SYSTEM}\n")
         texts += [f"user\n{t.question}\nassistant\n{t.answer}\n" for t in makers[index % 4]()]
     return texts
-
-
-# ---------------------------------------------------------------------------------------------- arrays
-
-
-def patches_of(frames: Sequence[NDArray[np.uint8]]) -> Floats:
-    """Normalised patches (grid_t, patches, 1176): cells of 2 x 2 patches together, values as (channel, time, y, x)."""
-    pixels = (np.stack(frames).astype(np.float32) / 255 - MEAN) / STD
-    if len(frames) % TEMPORAL:
-        pixels = np.concatenate([pixels, pixels[-1:]])
-    grid_t = len(pixels) // TEMPORAL
-    split = pixels.reshape(grid_t, TEMPORAL, CELLS, MERGE, PATCH, CELLS, MERGE, PATCH, 3)
-    return split.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(grid_t, GRID * GRID, -1)
-
-
-@dataclass
-class Encoder:
-    """Renders dialogues as the chat template does, into tokens, M-RoPE positions and targets."""
-
-    tokenizer: Tokenizer
-    cache: dict[str, list[int]] = field(default_factory=dict)
-
-    def ids(self, text: str) -> list[int]:
-        if text not in self.cache:
-            self.cache[text] = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return self.cache[text]
-
-    def segments(self, dialogue: Dialogue) -> list[tuple[str, Medium | None, int]]:
-        """(text, medium, answer number or -1) in order; joined, the texts are exactly what the template renders."""
-        parts: list[tuple[str, Medium | None, int]] = [(f"<|im_start|>system\n{SYSTEM}<|im_end|>\n", None, -1)]
-        for number, turn in enumerate(dialogue.turns):
-            parts.append(("<|im_start|>user\n", None, -1))
-            for medium in dialogue.media if number == 0 else ():
-                parts.append(("<|vision_start|>", None, -1))
-                pad = "<|video_pad|>" if medium.is_clip else "<|image_pad|>"
-                parts.append((pad * (len(medium.labels) * PICTURE_TOKENS), medium, -1))
-                parts.append(("<|vision_end|>", None, -1))
-            parts.append((f"{turn.question}<|im_end|>\n<|im_start|>assistant\n", None, -1))
-            parts.append((f"{turn.answer}<|im_end|>", None, number))
-            parts.append(("\n", None, -1))
-        return parts
-
-    def batch(self, dialogues: Sequence[Dialogue]) -> Batch:
-        rows = [self._row(dialogue) for dialogue in dialogues]
-        length = max(len(row[0]) for row in rows)
-        tokens = np.zeros((len(rows), length), np.int32)
-        targets, features, turn_of = (np.full((len(rows), length), -1, np.int32) for _ in range(3))
-        positions = np.zeros((3, len(rows), length), np.int32)
-        offset = 0
-        for i, (ids, place, index, answer) in enumerate(rows):
-            n = len(ids)
-            tokens[i, :n], positions[:, i, :n] = ids, place
-            features[i, :n] = np.where(index >= 0, index + offset, -1)
-            offset += int((index >= 0).sum())
-            in_answer = answer[1:] >= 0
-            targets[i, : n - 1] = np.where(in_answer, ids[1:], -1)
-            turn_of[i, : n - 1] = answer[1:]
-        media = [medium for dialogue in dialogues for medium in dialogue.media]
-        patches = [patches_of(m.frames if m.is_clip else m.frames * TEMPORAL) for m in media]
-        return Batch(
-            np.concatenate(patches) if media else np.zeros((0, GRID * GRID, 1176), np.float32),
-            np.concatenate([m.labels.reshape(-1, PICTURE_TOKENS, 3) for m in media])
-            if media
-            else np.zeros((0, PICTURE_TOKENS, 3), np.int32),
-            tokens,
-            positions,
-            features,
-            targets,
-            [[turn.kind for turn in dialogue.turns] for dialogue in dialogues],
-            turn_of,
-        )
-
-    def _row(self, dialogue: Dialogue) -> tuple[Ints, Ints, Ints, Ints]:
-        ids: list[int] = []
-        answers: list[int] = []
-        index: list[int] = []
-        places: list[Ints] = []
-        start = num_features = 0
-        for text, medium, answer in self.segments(dialogue):
-            new = self.ids(text)
-            ids += new
-            answers += [answer] * len(new)
-            if medium is None:
-                index += [-1] * len(new)
-                place = np.broadcast_to(np.arange(len(new), dtype=np.int32), (3, len(new)))
-            else:
-                index += range(num_features, num_features + len(new))
-                num_features += len(new)
-                t, h, w = np.indices((len(medium.labels), CELLS, CELLS), dtype=np.int32).reshape(3, -1)
-                place = np.stack([t * medium.time_step, h, w])
-            places.append(place + np.int32(start))
-            # text after a medium goes on behind the largest of its three positions
-            start = int(places[-1].max()) + 1
-        return (
-            np.array(ids, np.int32),
-            np.concatenate(places, 1),
-            np.array(index, np.int32),
-            np.array(answers, np.int32),
-        )

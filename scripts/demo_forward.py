@@ -261,9 +261,18 @@ def mrope(shape: Shape, positions: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def hidden(
-    params: Params, shape: Shape, tokens: mx.array, positions: mx.array, features: mx.array | None, index: mx.array
+    params: Params,
+    shape: Shape,
+    tokens: mx.array,
+    positions: mx.array,
+    features: mx.array | None,
+    index: mx.array,
+    taps: list[mx.array] | None = None,
 ) -> mx.array:
-    """Final normalised states (rows, length, width); `index` >= 0 takes that row of the features instead of a token."""
+    """Final normalised states (rows, length, width); `index` >= 0 takes that row of the features instead of a token.
+
+    The states after each layer are appended to `taps` when given.
+    """
     table = params["model.embed_tokens.weight"]
     if features is not None:
         tokens = mx.where(index >= 0, index + shape.vocab, tokens)
@@ -292,6 +301,8 @@ def hidden(
         x = rms_norm(h, params[p + "post_attention_layernorm.weight"], shape.eps)
         gate, up = x @ params[p + "mlp.gate_proj.weight"].T, x @ params[p + "mlp.up_proj.weight"].T
         h = h + swiglu(gate, up) @ params[p + "mlp.down_proj.weight"].T
+        if taps is not None:
+            taps.append(h)
     return rms_norm(h, params["model.norm.weight"], shape.eps)
 
 

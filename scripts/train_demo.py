@@ -29,22 +29,28 @@ import math
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import demo_data as data
 import demo_forward as forward
 import mlx.core as mx
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from demo_encoding import Batch, Encoder
+from demo_export import write_card, write_model
+from demo_start import HEADS, PLACES, config_of, initial_params, train_tokenizer
+from tokenizers import Tokenizer
 
 RECIPE = {
-    "width": 128,
     "tower_steps": 800,
     "tower_rate": 1.5e-3,
     "easy_steps": 200,
     "language_steps": 2200,
     "language_rate": 1.5e-3,
     "auxiliary": 0.1,
+    "place_from": 1300,
+    "place": 0.3,
+    "focus_from": 1600,
+    "tower_share": 0.3,
+    "freely_from": 2200,
     "weight_decay": 0.01,
     "clip": 1.0,
 }
@@ -59,129 +65,20 @@ FORMS = (
     ("clip8", 0.04, 12, 4),
     ("chat", 0.04, 32, 3),
 )
+# Share of the steps by form, late in training (stage 1) and last (stage 2)
+SHARES = {
+    1: {
+        "picture": 0.64,
+        "pictures2": 0.11,
+        "pictures3": 0.0,
+        "clip4": 0.15,
+        "clip6": 0.03,
+        "clip8": 0.03,
+        "chat": 0.04,
+    },
+    2: {"picture": 0.5, "pictures2": 0.24, "pictures3": 0.0, "clip4": 0.13, "clip6": 0.05, "clip8": 0.05, "chat": 0.03},
+}
 EVALUATION_SEED, NUM_HELD_OUT = 20_260_701, 200
-HEADS = {"kind": len(data.KIND_NAMES) + 1, "colour": len(data.COLOUR_NAMES) + 1, "motion": len(data.WAYS) + 1}
-
-
-# ---------------------------------------------------------------------------------------------- tokenizer and config
-
-
-def train_tokenizer(seed: int) -> Tokenizer:
-    """Byte-level BPE with Qwen's special tokens first, so that their ids don't depend on the corpus."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=512,
-        min_frequency=8,
-        special_tokens=list(data.SPECIALS),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(data.corpus(np.random.default_rng([seed, 1]), 4000), trainer)
-    return tokenizer
-
-
-def config_of(tokenizer: Tokenizer) -> dict[str, Any]:
-    """`config.json` as current transformers writes it for this family."""
-    width, num_layers = RECIPE["width"], 4
-    ids = {
-        name: tokenizer.token_to_id(f"<|{name}|>") for name in ("vision_start", "vision_end", "image_pad", "video_pad")
-    }
-    return {
-        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-        "dtype": "float16",
-        "image_token_id": ids["image_pad"],
-        "model_type": "qwen2_5_vl",
-        "text_config": {
-            "attention_dropout": 0.0,
-            "bos_token_id": None,
-            "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
-            "hidden_act": "silu",
-            "hidden_size": width,
-            "initializer_range": 0.02,
-            "intermediate_size": 3 * width,
-            "layer_types": ["full_attention"] * num_layers,
-            "max_position_embeddings": 2048,
-            "max_window_layers": num_layers,
-            "model_type": "qwen2_5_vl_text",
-            "num_attention_heads": 4,
-            "num_hidden_layers": num_layers,
-            "num_key_value_heads": 2,
-            "pad_token_id": None,
-            "rms_norm_eps": 1e-06,
-            "rope_parameters": {"mrope_section": [4, 6, 6], "rope_theta": 8.0, "rope_type": "default"},
-            "sliding_window": None,
-            "tie_word_embeddings": False,
-            "use_cache": True,
-            "use_sliding_window": False,
-            "vocab_size": tokenizer.get_vocab_size(),
-        },
-        "tie_word_embeddings": False,
-        "video_token_id": ids["video_pad"],
-        "vision_config": {
-            "depth": 4,
-            "fullatt_block_indexes": [1, 3],
-            "hidden_act": "silu",
-            "hidden_size": width,
-            "in_channels": 3,
-            "initializer_range": 0.02,
-            "intermediate_size": 2 * width,
-            "model_type": "qwen2_5_vl_vision",
-            "num_heads": 4,
-            "out_hidden_size": width,
-            "patch_size": data.PATCH,
-            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "axial"},
-            "spatial_merge_size": data.MERGE,
-            "temporal_patch_size": data.TEMPORAL,
-            "tokens_per_second": data.TOKENS_PER_SECOND,
-            "window_size": data.CANVAS // 2,
-        },
-        "vision_end_token_id": ids["vision_end"],
-        "vision_start_token_id": ids["vision_start"],
-    }
-
-
-def initial_params(seed: int, shape: forward.Shape) -> forward.Params:
-    """Normal weights scaled by fan-in (residual outputs smaller), ones for norms, zeros for biases."""
-    rng = np.random.default_rng([seed, 2])
-    width, vision = shape.width, shape.vision_width
-    group = vision * shape.merge**2
-    kv = width // shape.heads * shape.kv_heads
-    linear = {"visual.merger.mlp.0": (group, group), "visual.merger.mlp.2": (width, group)}
-    norms = {"visual.merger.ln_q": vision, "model.norm": width}
-    plain = {}
-    for i in range(shape.vision_depth):
-        p = f"visual.blocks.{i}."
-        linear |= {p + "attn.qkv": (3 * vision, vision), p + "attn.proj": (vision, vision)}
-        linear |= {p + f"mlp.{n}_proj": (shape.vision_mlp, vision) for n in ("gate", "up")}
-        linear |= {p + "mlp.down_proj": (vision, shape.vision_mlp)}
-        norms |= {p + "norm1": vision, p + "norm2": vision}
-    for i in range(shape.layers):
-        p = f"model.layers.{i}."
-        linear |= {p + f"self_attn.{n}_proj": (size, width) for n, size in (("q", width), ("k", kv), ("v", kv))}
-        plain |= {p + "self_attn.o_proj": (width, width), p + "mlp.down_proj": (width, shape.mlp)}
-        plain |= {p + f"mlp.{n}_proj": (shape.mlp, width) for n in ("gate", "up")}
-        norms |= {p + "input_layernorm": width, p + "post_attention_layernorm": width}
-    plain["lm_head"] = (shape.vocab, width)
-    for name, size in HEADS.items():
-        linear[f"head.{name}"] = (size, width)
-
-    def normal(name: str, size: tuple[int, ...], scale: float) -> mx.array:
-        small = name.endswith(("attn.proj", "o_proj", "down_proj"))
-        return mx.array((rng.standard_normal(size) * scale * (0.35 if small else 1.0)).astype(np.float32))
-
-    patch = (vision, 3, data.TEMPORAL, shape.patch, shape.patch)
-    params = {
-        "visual.patch_embed.proj.weight": normal("", patch, math.prod(patch[1:]) ** -0.5),
-        "model.embed_tokens.weight": normal("", (shape.vocab, width), 0.5),
-    }
-    for name, size in {**linear, **plain}.items():
-        params[name + ".weight"] = normal(name, size, size[1] ** -0.5)
-    params |= {name + ".bias": mx.zeros(size[0]) for name, size in linear.items()}
-    params |= {name + ".weight": mx.ones(size) for name, size in norms.items()}
-    return params
 
 
 # ---------------------------------------------------------------------------------------------- losses and steps
@@ -198,6 +95,36 @@ def dense_loss(params: forward.Params, features: mx.array, labels: mx.array) -> 
     return total
 
 
+def is_clip(batch: Batch) -> bool:
+    return any(kind in ("direction", "clip caption", "clip shape", "clip colour") for kind in batch.kinds[0])
+
+
+def place_loss(params: forward.Params, states: mx.array, batch: Batch, late: bool) -> mx.array:
+    """Mean cross-entropy of where each picture token lies, read from the text model's states after two layers.
+
+    The tower's rotary positions are relative, so only the text model, by M-RoPE distances to the fixed words before a
+    picture, can find out where on the canvas a token is; answers alone teach that far more slowly.
+    """
+    index = batch.feature_index
+    rows, columns = np.nonzero(index >= 0)
+    number = index[rows, columns]
+    cell, patch = number % data.PICTURE_TOKENS, number // data.PICTURE_TOKENS
+    first = np.full(len(index), patch.max() + 1)
+    np.minimum.at(first, rows, patch)
+    labels = {"row": cell // data.CELLS, "column": cell % data.CELLS, "ordinal": patch - first[rows]}
+    shown = batch.cell_labels.reshape(-1, len(HEADS))[number, 0] > 0
+    labels |= {f"shape {name}": np.where(shown, labels[name] + 1, 0) for name in ("row", "column")}
+    weight = mx.array(np.where(shown, 3.0, 1.0).astype(np.float32))
+    chosen = states.reshape(-1, states.shape[-1])[mx.array(rows * index.shape[1] + columns)]
+    chosen = forward.rms_norm(chosen, mx.array(1.0), 1e-6)
+    total = mx.array(0.0)
+    for name in list(PLACES)[: None if late else 3]:
+        out = chosen @ params[f"head.{name}.weight"].T + params[f"head.{name}.bias"]
+        loss = forward.cross_entropy(out, mx.array(labels[name].astype(np.int32)))
+        total = total + ((loss * weight).sum() / weight.sum() if name.startswith("shape") else loss.mean())
+    return total
+
+
 class Trainer:
     """Owns parameters and AdamW moments on the calling thread; a checkpoint of them survives a stop."""
 
@@ -208,7 +135,7 @@ class Trainer:
         if not path.exists():
             train_tokenizer(seed).save(str(path))
         self.tokenizer = Tokenizer.from_file(str(path))
-        self.encoder = data.Encoder(self.tokenizer)
+        self.encoder = Encoder(self.tokenizer)
         self.config = config_of(self.tokenizer)
         self.shape = forward.Shape.of(self.config)
         self.layout = forward.layout_of(self.shape, data.GRID, data.GRID)
@@ -219,9 +146,8 @@ class Trainer:
         if self.checkpoint.exists():
             arrays, meta = mx.load(str(self.checkpoint), return_metadata=True)
             self.step = int(meta["step"])
-            self.params, *self.moments = (
-                {k[2:]: v for k, v in arrays.items() if k.startswith(part)} for part in ("p.", "m.", "v.")
-            )
+            for part, values in zip("pmv", (self.params, *self.moments), strict=True):
+                values.update({k[2:]: v for k, v in arrays.items() if k.startswith(part + ".")})
         self.gradient = mx.value_and_grad(self._loss)
         self.update = mx.compile(self._update)
 
@@ -234,13 +160,17 @@ class Trainer:
         mx.save_safetensors(str(temporary), arrays, {"step": str(self.step)})
         temporary.replace(self.checkpoint)
 
-    def _loss(self, params: forward.Params, batch: data.Batch, language: bool) -> tuple[mx.array, mx.array]:
+    def _loss(self, params: forward.Params, batch: Batch, language: bool) -> tuple[mx.array, ...]:
         features, dense = None, mx.array(0.0)
         if len(batch.patches):
             features = forward.tower(params, self.shape, mx.array(batch.patches), self.layout)
-            dense = dense_loss(params, features, mx.array(batch.cell_labels))
+            if language and self._spare_tower(batch):
+                features = mx.stop_gradient(features)
+            else:
+                dense = dense_loss(params, features, mx.array(batch.cell_labels))
         if not language:
-            return dense, dense
+            return dense, dense, mx.array(0.0)
+        taps: list[mx.array] = []
         states = forward.hidden(
             params,
             self.shape,
@@ -248,12 +178,24 @@ class Trainer:
             mx.array(batch.positions),
             features,
             mx.array(batch.feature_index),
+            taps,
         )
         rows = np.flatnonzero(batch.targets.reshape(-1) >= 0)
         chosen = states.reshape(-1, self.shape.width)[mx.array(rows)]
         targets = mx.array(batch.targets.reshape(-1)[rows])
         answer = forward.cross_entropy(forward.logits(params, chosen), targets).mean()
-        return answer + RECIPE["auxiliary"] * dense, answer
+        late_clip = self.step >= RECIPE["focus_from"] and is_clip(batch)
+        loss = answer + RECIPE["auxiliary"] * (3 if late_clip else 1) * dense
+        if features is None or self.step < RECIPE["place_from"]:
+            return loss, answer, mx.array(0.0)
+        place = place_loss(params, taps[1], batch, self.step >= RECIPE["focus_from"])
+        return loss + RECIPE["place"] * place, answer, place
+
+    def _spare_tower(self, batch: Batch) -> bool:
+        """Late in training most picture steps leave the tower alone: it knows pictures by then, and that saves time."""
+        if self.step < RECIPE["focus_from"] or is_clip(batch):
+            return False
+        return bool(np.random.default_rng([self.seed, 4, self.step]).random() >= RECIPE["tower_share"])
 
     @staticmethod
     def _update(
@@ -276,18 +218,23 @@ class Trainer:
             new[name] = value - rate * (m_new[name] * c1 / (mx.sqrt(v_new[name] * c2) + 1e-8) + decay * value)
         return new, m_new, v_new
 
-    def batch(self, step: int) -> tuple[str, bool, data.Batch]:
+    def batch(self, step: int) -> tuple[str, bool, Batch]:
         """The data of one step: a function of seed and step alone."""
         rng = np.random.default_rng([self.seed, 3, step])
         language = step >= RECIPE["tower_steps"]
         easy = language and step < RECIPE["tower_steps"] + RECIPE["easy_steps"]
+        focus = step >= RECIPE["focus_from"]
+        stage = int(focus) + int(step >= RECIPE["freely_from"])
         forms = FORMS if language else TOWER_FORMS
-        share = np.array([f[1] for f in forms])
-        form, _, count, most = forms[int(rng.choice(len(forms), p=share / share.sum()))]
+        share = np.array([SHARES[stage][f[0]] if stage else f[1] for f in forms])
+        form, _, count_of_step, most = forms[int(rng.choice(len(forms), p=share / share.sum()))]
         num_turns = int(rng.integers(1, most + 1))
         # as many turns in every dialogue of a step: less padding; fewer dialogues when they are long
-        count = count * 5 // (num_turns + 3) if language else count
-        dialogues = [data.make_dialogue(rng, form, num_turns, easy) for _ in range(count)]
+        count = count_of_step * 5 // (num_turns + 3) if language else count_of_step
+        if focus:
+            # the first turns of a long dialogue are a short one, so long ones teach most per token; small, quick steps
+            num_turns, count = most, max(4, count_of_step * 5 // 12)
+        dialogues = [data.make_dialogue(rng, form, num_turns, easy, stage) for _ in range(count)]
         return form, language, self.encoder.batch(dialogues)
 
     def rate(self) -> float:
@@ -300,15 +247,17 @@ class Trainer:
 
     def train_step(self) -> None:
         form, language, batch = self.batch(self.step)
-        (_, shown), gradients = self.gradient(self.params, batch, language)
+        (_, shown, place), gradients = self.gradient(self.params, batch, language)
         norm = mx.sqrt(sum((g * g).sum() for g in gradients.values()))  # type: ignore[arg-type]
-        mx.eval(norm, shown, gradients)
+        mx.eval(norm, shown, place, gradients)
         scale = min(1.0, RECIPE["clip"] / (norm.item() + 1e-6))
         number = self.step + 1
         numbers = mx.array([self.rate(), scale, 1 / (1 - 0.9**number), 1 / (1 - 0.98**number)])
         self.params, *self.moments = self.update(self.params, gradients, *self.moments, numbers)
         mx.eval(self.params, self.moments)
         self.log[form if language else "tower " + form].append(shown.item())
+        if language:
+            self.log["place"].append(place.item())
         self.step += 1
 
     def run(self, export: Path | None) -> None:
@@ -336,18 +285,17 @@ class Trainer:
         return evaluate(self.encoder, self.shape, self.params, number)
 
     def export(self, folder: Path) -> None:
-        from demo_export import write_model
-
         params = {k: v for k, v in self.params.items() if not k.startswith("head.")}
         write_model(folder, self.tokenizer, self.config, params)
+        results = evaluate_folder(folder, NUM_HELD_OUT)
+        print(table(results), flush=True)
+        write_card(folder, {**RECIPE, "seed": self.seed, "held-out seed": EVALUATION_SEED}, results)
 
 
 # ---------------------------------------------------------------------------------------------- evaluation
 
 
-def evaluate(
-    encoder: data.Encoder, shape: forward.Shape, params: forward.Params, number: int
-) -> dict[str, tuple[int, int]]:
+def evaluate(encoder: Encoder, shape: forward.Shape, params: forward.Params, number: int) -> dict[str, tuple[int, int]]:
     """Exact matches and questions per kind, each question asked alone about its own held-out picture or clip.
 
     Greedy decoding gives the right answer exactly when every answer token, `<|im_end|>` included, has the highest logit
@@ -356,11 +304,13 @@ def evaluate(
     layout = forward.layout_of(shape, data.GRID, data.GRID)
     right: dict[str, int] = defaultdict(int)
     asked: dict[str, int] = defaultdict(int)
-    for index, (form, *_) in enumerate(FORMS):
+    sets = [(form, index, 0) for index, (form, *_) in enumerate(FORMS)]
+    sets += [("picture", 100, 2), ("clip4", 103, 2)]
+    for form, index, stage in sets:
         rng = np.random.default_rng([EVALUATION_SEED, index])
         dialogues = []
         for _ in range(number):
-            whole = data.make_dialogue(rng, form, 9)
+            whole = data.make_dialogue(rng, form, 9, stage=stage)
             dialogues += [data.Dialogue(whole.media, [turn]) for turn in whole.turns]
         for at in range(0, len(dialogues), 40):
             batch = encoder.batch(dialogues[at : at + 40])
@@ -376,20 +326,21 @@ def evaluate(
             best = np.array(mx.argmax(forward.logits(params, states), -1))
             good = ((best == batch.targets) | (batch.targets < 0)).all(1)
             for kinds, ok in zip(batch.kinds, good, strict=True):
-                name = kinds[0] if not form.startswith("clip") else f"{kinds[0]} ({form[4:]} frames)"
+                name = kinds[0] if not form.startswith("clip") else f"{kinds[0]}, {form[4:]} frames"
+                name += ", worded freely" if stage else ""
                 asked[name] += 1
                 right[name] += int(ok)
     return {name: (right[name], asked[name]) for name in asked}
 
 
 def table(results: dict[str, tuple[int, int]]) -> str:
-    return "\n".join(f"    {name:<28} {a / b:.3f}  ({a}/{b})" for name, (a, b) in results.items())
+    return "\n".join(f"    {name:<40} {a / b:.3f}  ({a}/{b})" for name, (a, b) in results.items())
 
 
 def evaluate_folder(folder: Path, number: int) -> dict[str, tuple[int, int]]:
     config = json.loads((folder / "config.json").read_text())
     params = {k: v.astype(mx.float32) for k, v in mx.load(str(folder / "model.safetensors")).items()}
-    encoder = data.Encoder(Tokenizer.from_file(str(folder / "tokenizer.json")))
+    encoder = Encoder(Tokenizer.from_file(str(folder / "tokenizer.json")))
     return evaluate(encoder, forward.Shape.of(config), params, number)
 
 

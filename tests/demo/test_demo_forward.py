@@ -16,7 +16,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import demo_data as data
 import demo_export
 import demo_forward as forward
+import demo_start
 import train_demo
+from demo_encoding import Encoder
 from jinja2 import Environment
 
 KIT = os.environ.get("MLXGEN_PARITY")
@@ -61,12 +63,12 @@ def test_a_grid_that_cuts_windows_is_masked_and_a_whole_one_is_split(kit: tuple)
 
 
 @pytest.fixture(scope="module")
-def encoder() -> data.Encoder:
-    return data.Encoder(train_demo.train_tokenizer(3))
+def encoder() -> Encoder:
+    return Encoder(demo_start.train_tokenizer(3))
 
 
 @pytest.mark.parametrize("form", [form for form, *_ in train_demo.FORMS])
-def test_training_text_is_what_the_chat_template_renders(form: str, encoder: data.Encoder) -> None:
+def test_training_text_is_what_the_chat_template_renders(form: str, encoder: Encoder) -> None:
     dialogue = data.make_dialogue(np.random.default_rng(11), form, 3)
     messages = []
     for number, turn in enumerate(dialogue.turns):
@@ -83,7 +85,7 @@ def test_training_text_is_what_the_chat_template_renders(form: str, encoder: dat
     assert template.render(messages=messages, add_generation_prompt=False) == text
 
 
-def test_targets_are_the_answers_and_nothing_else(encoder: data.Encoder) -> None:
+def test_targets_are_the_answers_and_nothing_else(encoder: Encoder) -> None:
     dialogue = data.make_dialogue(np.random.default_rng(12), "picture", 3)
     batch = encoder.batch([dialogue])
     for number, turn in enumerate(dialogue.turns):
