@@ -230,7 +230,7 @@ def test_raw_prompts_need_a_placeholder_for_each_picture(family, num_placeholder
     prompt = [placeholder * num_placeholders + "What?", *[image(folder, name) for name in "AB"[:num_pictures]]]
     with pytest.raises(PlaceholderError, match=f"{num_placeholders} placeholders.*{num_pictures} pictures"):
         session.send(prompt, reply=reply())
-    session.undo()
+    assert session.turns == (), "a turn that fits no prompt is taken back"
     finished = session.send([placeholder + "What?", image(folder, "A")], reply=reply())
     assert finished.finish_reason == "length"
 
