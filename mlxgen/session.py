@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import weakref
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
@@ -12,6 +13,7 @@ from types import GeneratorType
 from typing import Any, cast
 
 from mlxgen.cancellation import NEVER, CancelToken
+from mlxgen.decode import processor_memory
 from mlxgen.errors import InvalidValueError, MediaError, MlxgenError, SessionBusyError, SnapshotError
 from mlxgen.events import Event, Finished, InputProgress, Usage
 from mlxgen.history import History, Reply, Turn, token_data
@@ -23,6 +25,7 @@ from mlxgen.persist import AutosavePolicy, Keeper
 from mlxgen.preparation import require_vision
 from mlxgen.reply import ReplyRun, finished_event, media_events, rebuild_text
 from mlxgen.request import Part
+from mlxgen.sampling import is_resumable
 from mlxgen.sequence import Sampled, TokenSequence
 from mlxgen.snapshot.store import Record, SnapshotStore
 from mlxgen.state import SessionState
@@ -279,7 +282,7 @@ class Session:
             self._let_go(current, reply)
         data: dict[str, Any] = {"continued": continued, "options": reply.to_json(), "limit": limit}
         self.state.reply_options = reply
-        memory = self.state.processor_states()
+        memory = [json.loads(processor_memory(processor)) for processor in reply.processors if is_resumable(processor)]
         if memory:
             data["memory"] = memory
         pending = self._pending() if continued and self.history.laid_out is current else None
@@ -307,8 +310,9 @@ class Session:
 
     def reply_options(self, reply: Reply) -> ReplyOptions:
         """The options a reply was (last) run with; custom processors are those this session was given."""
-        processors = () if self.state.reply_options is None else self.state.reply_options.processors
-        return ReplyOptions.from_json(reply.options, processors)
+        if self.state.reply_options is not None and reply is self.history.reply:
+            return self.state.reply_options  # with processors that may be foreign: in memory they go on
+        return ReplyOptions.from_json(reply.options)
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
