@@ -37,7 +37,7 @@ def one_line(err: str) -> str:
         (["generate", "--prompt", "x", "--timeout", "-3"], "not a number of seconds"),
         (["generate", "--prompt", "x", "--timeout", "inf"], "not a number of seconds"),
         (["generate", "--prompt", "-", "--image", "-"], "both read standard input"),
-        (["generate", "--prompt", "x", "--stop", ""], "stop string must have 1 to"),
+        (["generate", "--prompt", "x", "--stop", ""], "stop string '' is empty"),
         (["resume", "--from-start", "--json", "x"], "--from-start is for text"),
         (["snapshots", "remove"], "give the paths of snapshots, or --all"),
         (["chat", "--resume", "x", "--system", "y"], "leave the others away"),

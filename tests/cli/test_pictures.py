@@ -113,7 +113,7 @@ def test_prepared_once_then_the_files_may_go(capfdbinary: Any, tmp_path: Path, f
     media = ("--image", str(tmp_path / "*.png"))
     whole = call(capfdbinary, "generate", *common, *media, "--json")
     assert whole.code == 0, whole.err
-    expected = [(phase, index) for phase, index in (("prepare", 0), ("prepare", 0), ("encode", 0), ("encode", 0))]
+    expected = [(phase, index) for phase, index in (("prepare", 0), ("prepare", 1), ("encode", 0), ("encode", 1))]
     inputs = of(whole.events, "input")
     assert [(event["phase"], event["index"]) for event in inputs] == expected
     assert {event["kind"] for event in inputs} == {"image"}

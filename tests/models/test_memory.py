@@ -141,7 +141,7 @@ def test_wired_limit_is_set_and_restored_after_synchronising(
 
     monkeypatch.setattr(memory, "_recommended_bytes", lambda: model.num_bytes)
     monkeypatch.setattr(mx, "set_wired_limit", set_limit)
-    monkeypatch.setattr(mx, "synchronize", lambda: calls.append("synchronize"))
+    monkeypatch.setattr(mx, "synchronize", lambda stream: calls.append("synchronize"))
     with pytest.raises(KeyError), wired_limit(model):
         raise KeyError
     assert calls == ["synchronize", model.num_bytes, "synchronize", 77]
