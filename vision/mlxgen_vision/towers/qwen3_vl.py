@@ -20,11 +20,11 @@ import numpy as np
 from mlxgen.errors import UnsupportedError
 from mlxgen.inputs import Features
 from mlxgen_vision.checkpoint import Weights
+from mlxgen_vision.towers.activations import activation
 from mlxgen_vision.towers.qwen_vit import (
     GridRotation,
     PatchEmbedding,
     VisionAttention,
-    activation,
     adapt_patch_embedding,
     block_flops,
     patch_coordinates,

@@ -17,7 +17,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlxgen.errors import UnsupportedError
 from mlxgen.inputs import Features
 from mlxgen_vision.checkpoint import Weights, patch_matrix
 from mlxgen_vision.towers.pace import Pace
@@ -25,20 +24,6 @@ from mlxgen_vision.towers.pace import Pace
 # Head widths for which MLX has a fused attention kernel on the GPU. Other widths are padded to the next of them with
 # zeros, which changes no score and saves the quadratic score matrix.
 _FUSED_HEAD_DIMS: Final = (64, 80, 128)
-
-ACTIVATIONS: Final[dict[str, Callable[[mx.array], mx.array]]] = {
-    "gelu": nn.gelu,
-    "gelu_pytorch_tanh": nn.gelu_approx,
-    "quick_gelu": nn.gelu_fast_approx,
-    "silu": nn.silu,
-}
-
-
-def activation(name: str) -> Callable[[mx.array], mx.array]:
-    """The activation a config names. Raises `UnsupportedError` for one no published tower has."""
-    if name not in ACTIVATIONS:
-        raise UnsupportedError(f"the vision tower's hidden_act is {name!r}; mlxgen knows {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
 
 
 def patch_coordinates(rows: int, columns: int, merge: int) -> np.ndarray[Any, Any]:

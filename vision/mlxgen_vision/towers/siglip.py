@@ -20,17 +20,11 @@ from mlxgen.errors import UnsupportedError
 from mlxgen.inputs import Features
 from mlxgen_vision.checkpoint import Weights, channel_last
 from mlxgen_vision.towers import pace
+from mlxgen_vision.towers.activations import activation
 
 # Images that go through a block together, at most: more don't make the products any more efficient, but every one
 # holds its hidden states and attention scores in memory.
 MAX_IMAGES_PER_STEP: Final = 8
-
-_ACTIVATIONS: Final[dict[str, Callable[[mx.array], mx.array]]] = {
-    "gelu_pytorch_tanh": nn.gelu_approx,
-    "gelu_new": nn.gelu_approx,
-    "gelu": nn.gelu,
-    "quick_gelu": nn.gelu_fast_approx,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +50,7 @@ class SiglipConfig:
         known = {item.name for item in fields(cls)}
         values = {**defaults, **{key: value for key, value in config.items() if key in known and value is not None}}
         made = cls(**values)
-        if made.hidden_act not in _ACTIVATIONS:
-            raise UnsupportedError(
-                f"vision_config has hidden_act {made.hidden_act!r}; a SigLIP tower here takes {', '.join(_ACTIVATIONS)}"
-            )
+        activation(made.hidden_act)  # an unknown one is refused here, before any weight is read
         if made.hidden_size % made.num_attention_heads:
             raise UnsupportedError(
                 f"vision_config has hidden_size {made.hidden_size}, not a multiple of its "
@@ -109,7 +100,7 @@ class MLP(nn.Module):  # type: ignore[misc]
         super().__init__()
         self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
         self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
-        self._activation = _ACTIVATIONS[config.hidden_act]
+        self._activation = activation(config.hidden_act)
 
     def __call__(self, x: mx.array) -> mx.array:
         return self.fc2(self._activation(self.fc1(x)))  # type: ignore[no-any-return]
