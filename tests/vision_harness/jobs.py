@@ -130,8 +130,10 @@ def counting(base: Model, counts: Counts) -> Model:
     forward = base.forward
 
     def counted(ids: mx.array, *, cache: Any, start: int, inputs: Any) -> mx.array:
-        counts.num_fed += int(ids.shape[0])
-        counts.num_passes += 1
+        # One token at the start is a pass that nobody evaluates: it tells the shapes of a model's caches.
+        if (start, ids.shape[0]) != (0, 1):
+            counts.num_fed += int(ids.shape[0])
+            counts.num_passes += 1
         return forward(ids, cache=cache, start=start, inputs=inputs)
 
     return replace(base, vision=CountingVision(base.vision, counts), forward=counted)

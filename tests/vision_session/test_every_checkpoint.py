@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from harness import Outcome, StopAt
 from vision_harness import tiny_vlm
@@ -26,10 +28,11 @@ CACHE_CASES = [case for case in CACHE_CASES if case[0] != "gemma3" or case[1] ==
 class Uninterrupted:
     """The run all others are compared with."""
 
-    def __init__(self, family, cache, folder):
+    def __init__(self, family, cache, folder, layout=None):
+        self.layout = layout
         self.counts, self.outcome, token = Counts(), Outcome(), StopAt()
         with counted(self.counts):
-            session = new_session(family, counting(model(family), self.counts), CACHES[cache])
+            session = new_session(family, counting(model(family, layout), self.counts), CACHES[cache])
             self.outcome.take(session.stream(job(family, sources(folder)), reply=reply(), cancel=token))
         self.ledger, self.num_checkpoints = session.ledger, token.count
         assert all(count == 1 for count in self.counts.encoded.values())
@@ -39,13 +42,13 @@ def stop_and_resume(family, cache, stop_at, expected, tmp_path):
     folder = sources(tmp_path / f"media{stop_at}")
     counts, outcome = Counts(), Outcome()
     with counted(counts):
-        session = new_session(family, counting(model(family), counts), CACHES[cache])
+        session = new_session(family, counting(model(family, expected.layout), counts), CACHES[cache])
         stopped = outcome.take(session.stream(job(family, folder), reply=reply(), cancel=StopAt(stop_at)))
         assert stopped.finish_reason == "cancelled"
         path = session.save(tmp_path / f"{stop_at}.mlxgen")
         remove_prepared(session)
         del session
-        with resume(path, options=ResumeOptions(model=counting(model(family), counts))) as again:
+        with resume(path, options=ResumeOptions(model=counting(model(family, expected.layout), counts))) as again:
             outcome.take(again.continue_())
             assert again.ledger == expected.ledger
     assert outcome.values == expected.outcome.values
@@ -74,3 +77,12 @@ def test_bounded_and_quantised_caches_go_on_exactly(family, cache, tmp_path) -> 
     expected = Uninterrupted(family, cache, tmp_path / "whole")
     for stop_at in (expected.num_checkpoints - 9, expected.num_checkpoints - 7, expected.num_checkpoints - 3):
         stop_and_resume(family, cache, stop_at, expected, tmp_path)
+
+
+@pytest.mark.parity
+@pytest.mark.skipif("MLXGEN_PARITY" not in os.environ, reason="MLXGEN_PARITY doesn't name the parity kit's folder")
+@pytest.mark.parametrize("family", tiny_vlm.FAMILIES)
+def test_the_kits_checkpoints_go_on_exactly_too(family, tmp_path) -> None:
+    expected = Uninterrupted(family, "plain", tmp_path / "whole", "hf")
+    for stop_at in range(tiny_vlm.FAMILIES.index(family), expected.num_checkpoints, 25):
+        stop_and_resume(family, "plain", stop_at, expected, tmp_path)
