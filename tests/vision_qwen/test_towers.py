@@ -17,7 +17,16 @@ def random(*shape: int, seed: int = 0) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(seed))
 
 
-@pytest.mark.parametrize("grid", [(8, 8), (4, 8), (6, 10), (2, 2), (2, 12)])
+GROUPS = {
+    (8, 8): ((4, 16),),
+    (4, 8): ((2, 16),),
+    (6, 10): ((2, 16), (3, 8), (1, 4)),
+    (2, 2): ((1, 4),),
+    (2, 12): ((3, 8),),
+}
+
+
+@pytest.mark.parametrize("grid", GROUPS)
 def test_windowed_attention_is_full_attention_under_a_mask(grid):
     coordinates = patch_coordinates(*grid, 2)
     query, key, value = (random(len(coordinates), 2, 8, seed=seed) for seed in range(3))
@@ -25,8 +34,12 @@ def test_windowed_attention_is_full_attention_under_a_mask(grid):
     same = (coordinates[:, None] // 4 == coordinates[None] // 4).all(axis=-1)
     heads = [x.transpose(1, 0, 2)[None] for x in (query, key, value)]
     masked = mx.fast.scaled_dot_product_attention(*heads, scale=8**-0.5, mask=mx.array(same))
-    assert mx.abs(attend(query, key, value, windows).reshape(-1, 2, 8) - masked[0].transpose(1, 0, 2)).max() <= 1e-5
-    assert (windows.mask is None) == (grid != (6, 10))  # elsewhere all windows have one size
+    listed = (x[mx.array(windows.order)] for x in (query, key, value))
+    wanted = masked[0].transpose(1, 0, 2)[mx.array(windows.order)]
+    assert mx.abs(attend(*listed, windows).reshape(-1, 2, 8) - wanted).max() <= 1e-5
+    assert sorted(windows.order.tolist()) == list(range(len(coordinates)))
+    assert sum(count * length for count, length in windows.groups) == len(coordinates)
+    assert windows.groups == GROUPS[grid]
 
 
 @pytest.mark.parametrize("width", [8, 64, 72, 80, 96, 128, 160])

@@ -149,9 +149,12 @@ class Qwen25VLTower(nn.Module):  # type: ignore[misc]
     def encode(self, patches: np.ndarray[Any, Any], rows: int, columns: int) -> Iterator[Features | None]:
         config = self._config
         coordinates = patch_coordinates(rows, columns, config.merge_size)
-        rotation = GridRotation.of(coordinates, config.hidden_size // config.num_heads, config.theta)
         side = config.window_side
         windows = Windows.of(window_members(coordinates, side))
+        # All blocks see the patches window by window; attention over all of them doesn't mind. Windows consist of whole
+        # merge blocks, so it is enough to put the tokens back at the end.
+        rotation = GridRotation.of(coordinates[windows.order], config.hidden_size // config.num_heads, config.theta)
+        back = mx.array(np.argsort(windows.order[:: config.merge_size**2]))
         per_block = [None if number in config.full_attention else windows for number in range(config.depth)]
         mlp_weights = 3 * config.hidden_size * config.mlp_size
         costs = [
@@ -161,8 +164,8 @@ class Qwen25VLTower(nn.Module):  # type: ignore[misc]
             for window in per_block
         ]
         return run_blocks(
-            self.patch_embed(mx.array(patches)),
+            self.patch_embed(mx.array(patches[windows.order])),
             costs,
             lambda number, x: (self.blocks[number](x, rotation, per_block[number]), {}),
-            self.merger,
+            lambda x: self.merger(x)[back],
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Final, Protocol
 
 import mlx.core as mx
@@ -59,47 +60,45 @@ class GridRotation:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Which patches attend to each other: a gather into windows of one length, shorter ones padded.
+    """Which patches attend to each other, when they are listed window by window and windows of one length together.
 
-    `index` int32 (windows, length) names the patch in each place (0 in padding), `mask` bool (windows, 1, 1, length)
-    the places that are real (None if all are), `inverse` int32 (patches,) each patch's place in the flattened windows.
+    Nothing is padded or masked that way, and no block has to gather anything.
+
+    `order` int64 (patches,) names the patch in each place of that list, `groups` are the (number of windows, length) in
+    it.
     """
 
-    index: mx.array
-    mask: mx.array | None
-    inverse: mx.array
+    order: np.ndarray[Any, Any]
+    groups: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, members: Sequence[Sequence[int]]) -> Windows:
-        length = max(len(window) for window in members)
-        index = np.zeros((len(members), length), dtype=np.int32)
-        mask = np.zeros((len(members), length), dtype=bool)
-        inverse = np.zeros(sum(len(window) for window in members), dtype=np.int32)
-        for number, window in enumerate(members):
-            index[number, : len(window)] = window
-            mask[number, : len(window)] = True
-            inverse[np.asarray(window)] = number * length + np.arange(len(window))
-        return cls(mx.array(index), None if mask.all() else mx.array(mask[:, None, None, :]), mx.array(inverse))
+        by_length = sorted(members, key=len, reverse=True)
+        groups = [(len(list(windows)), length) for length, windows in groupby(by_length, key=len)]
+        return cls(np.concatenate([np.asarray(window, dtype=np.int64) for window in by_length]), tuple(groups))
 
 
 def attend(query: mx.array, key: mx.array, value: mx.array, windows: Windows | None = None) -> mx.array:
-    """Softmax attention over (patches, heads, head_dim): all with all, or within windows."""
+    """Softmax attention over (patches, heads, head_dim): all with all, or within windows, patches in their order."""
     num_patches, num_heads, head_dim = query.shape
-    scale = head_dim**-0.5
-    if windows is None:
-        heads = [x.transpose(1, 0, 2)[None] for x in (query, key, value)]
-        out = _fused(heads[0], heads[1], heads[2], scale, None)[0].transpose(1, 0, 2)
-        return out.reshape(num_patches, num_heads * head_dim)
-    heads = [x[windows.index].transpose(0, 2, 1, 3) for x in (query, key, value)]
-    out = _fused(heads[0], heads[1], heads[2], scale, windows.mask).transpose(0, 2, 1, 3)
-    return out.reshape(-1, num_heads * head_dim)[windows.inverse]
+    pieces: list[mx.array] = []
+    start = 0
+    for count, length in ((1, num_patches),) if windows is None else windows.groups:
+        end = start + count * length
+        heads = [
+            x[start:end].reshape(count, length, num_heads, head_dim).transpose(0, 2, 1, 3) for x in (query, key, value)
+        ]
+        out = _fused(heads[0], heads[1], heads[2], head_dim**-0.5)
+        pieces.append(out.transpose(0, 2, 1, 3).reshape(count * length, num_heads * head_dim))
+        start = end
+    return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces)
 
 
-def _fused(query: mx.array, key: mx.array, value: mx.array, scale: float, mask: mx.array | None) -> mx.array:
+def _fused(query: mx.array, key: mx.array, value: mx.array, scale: float) -> mx.array:
     head_dim = query.shape[-1]
     if mx.default_device() == mx.gpu:
         query, key, value = (pad_heads(x) for x in (query, key, value))
-    return mx.fast.scaled_dot_product_attention(query, key, value, scale=scale, mask=mask)[..., :head_dim]
+    return mx.fast.scaled_dot_product_attention(query, key, value, scale=scale)[..., :head_dim]
 
 
 def pad_heads(x: mx.array) -> mx.array:
