@@ -92,12 +92,21 @@ def test_a_length_dependent_scaling_is_refused():
 def test_text_gets_the_caches_themselves():
     caches = [KVCache(), ArraysCache(2)]
     rope = MultiAxisRope(nn.RoPE(16), [2, 3, 3], interleaved=False)
-    assert all(a is b for a, b in zip(positioned(caches, rope, 5, 5), caches, strict=True))
-    shifted = positioned(caches, rope, 3, 5)
+    assert all(a is b for a, b in zip(positioned(caches, rope, 5, range(5, 7)), caches, strict=True))
+    shifted = positioned(caches, rope, 3, range(5, 7))
     assert isinstance(shifted[0], CacheView)
-    assert shifted[0].offset == 3
-    assert caches[0].offset == 0
+    assert shifted[0].offset != caches[0].offset == 0
     assert shifted[1] is caches[1]
+
+
+def test_text_after_a_picture_is_rotated_alike_in_either_form(monkeypatch):
+    """By the integer, as the GPU's fused kernel takes it, and by cosines and sines made once for all layers."""
+    rope = MultiAxisRope(nn.RoPE(16), [2, 3, 3], interleaved=False)
+    x = mx.random.normal((1, 3, 4, 24), key=mx.random.key(0))
+    made = rope(x, rope.offset(11, range(90, 94)))
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    assert rope.offset(11, range(90, 94)) == 11
+    assert mx.abs(made - rope(x, 11)).max() <= 1e-5
 
 
 @pytest.mark.parametrize("chunk_size", [4, 2048])

@@ -8,8 +8,9 @@ request's state out of the model:
   stand. Everything else a view passes to the real cache, which is never touched.
 
 A chunk whose tokens have consecutive positions, the same on all axes (text: every decode step), gets a plain integer
-offset and takes mlx-lm's own fused rotation; if that integer is the cache's own offset, there is no view at all and the
-pass is exactly mlx-lm's.
+offset and takes mlx-lm's own rotation; if that integer is the cache's own offset, there is no view at all and the pass
+is exactly mlx-lm's. On the CPU, where that rotation isn't one fused kernel but two dozen small operations in every
+layer, an integer that isn't the cache's own is turned into cosines and sines too, once for all layers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from mlxgen.inputs import PreparedInput
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The rotation of one chunk: cosines and sines, float32 of shape (num_tokens, dims / 2)."""
+    """The rotation of one chunk, float32 of shape (num_tokens, dims): x * cos + (x with its halves exchanged) * sin.
+
+    Both halves of `cos` are the cosines; of `sin`, the first half is the negative sines, the second the sines.
+    """
 
     cos: mx.array
     sin: mx.array
@@ -54,23 +58,27 @@ class MultiAxisRope(nn.Module):  # type: ignore[misc]
     def rotation(self, positions: np.ndarray[Any, Any]) -> Rotation:
         """The chunk's rotation from its positions, an integer array of shape (3, num_tokens)."""
         angles = positions[self._axis].T.astype(np.float32) * self._inverse
-        return Rotation(mx.array(np.cos(angles)), mx.array(np.sin(angles)))
+        cos, sin = np.cos(angles), np.sin(angles)
+        return Rotation(mx.array(np.concatenate([cos, cos], axis=1)), mx.array(np.concatenate([-sin, sin], axis=1)))
+
+    def offset(self, positions: int | np.ndarray[Any, Any], tokens: range) -> int | Rotation:
+        """What the attention layers are told about the chunk `tokens`."""
+        if not isinstance(positions, int):
+            return self.rotation(positions)
+        if positions == tokens.start or mx.default_device() == mx.gpu:
+            return positions
+        return self.rotation(np.broadcast_to(np.arange(positions, positions + len(tokens)), (3, len(tokens))))
 
     def __call__(self, x: mx.array, offset: int | Rotation = 0) -> mx.array:
         if not isinstance(offset, Rotation):
             rotated: mx.array = self.plain(x, offset=offset)
             return rotated
-        half = self.dims // 2
-        first, second = x[..., :half].astype(mx.float32), x[..., half : self.dims].astype(mx.float32)
+        half, turned = self.dims // 2, x[..., : self.dims].astype(mx.float32)
         if self._scale != 1.0:
-            first, second = first * self._scale, second * self._scale
-        parts = [
-            (first * offset.cos - second * offset.sin).astype(x.dtype),
-            (second * offset.cos + first * offset.sin).astype(x.dtype),
-        ]
-        if self.dims < x.shape[-1]:
-            parts.append(x[..., self.dims :])
-        return mx.concatenate(parts, axis=-1)
+            turned = turned * self._scale
+        exchanged = mx.concatenate([turned[..., half:], turned[..., :half]], axis=-1)
+        turned = (turned * offset.cos + exchanged * offset.sin).astype(x.dtype)
+        return mx.concatenate([turned, x[..., self.dims :]], axis=-1) if self.dims < x.shape[-1] else turned
 
 
 def _frequencies(plain: nn.Module) -> tuple[np.ndarray[Any, Any], float]:
@@ -143,18 +151,18 @@ def positioned(
     cache: Sequence[Any],
     rope: MultiAxisRope,
     positions: int | np.ndarray[Any, Any],
-    start: int,
+    tokens: range,
     rows: Sequence[mx.array | None] = (),
 ) -> list[Any]:
-    """The caches to hand to the language model: views that know the chunk's positions, or the caches themselves.
+    """The caches to hand to the language model: views that know the positions of the chunk `tokens`, or the caches.
 
     `rows[i]`, of shape (1, num_tokens, hidden), is what layer i adds to its output (see `VisualLayer`). Caches without
     an `offset` (recurrent state) have no positions and are only wrapped where there are rows for them.
     """
     plain = isinstance(positions, int)
-    if plain and positions == start and not any(row is not None for row in rows):
+    if plain and positions == tokens.start and not any(row is not None for row in rows):
         return list(cache)
-    offset = positions if isinstance(positions, int) else rope.rotation(positions)
+    offset = rope.offset(positions, tokens)
     padded = [*rows, *[None] * (len(cache) - len(rows))]
     return [
         CacheView(layer, offset, row) if hasattr(layer, "offset") else layer

@@ -74,7 +74,8 @@ class QwenVisionModel:
             for level in range(self.parts.num_deepstack):
                 found = chunk_features(inputs, start, num_tokens, key=f"deepstack_{level}")
                 rows.append(place(mx.zeros_like(embeddings), found) if found else None)
-        caches = positioned(cache, self.parts.rope, chunk_positions(inputs, start, num_tokens), start, rows)
+        positions = chunk_positions(inputs, start, num_tokens)
+        caches = positioned(cache, self.parts.rope, positions, range(start, start + num_tokens), rows)
         logits: mx.array = self.language(ids[None], cache=caches, input_embeddings=embeddings)
         return logits
 

@@ -36,7 +36,10 @@ def patch_coordinates(rows: int, columns: int, merge: int) -> np.ndarray[Any, An
 
 @dataclass(frozen=True, slots=True)
 class GridRotation:
-    """Cosines and sines of a part's patches, float32 (patches, 1, head_dim / 2)."""
+    """A part's rotation, float32 (patches, 1, head_dim): x * cos + (x with its halves exchanged) * sin.
+
+    Both halves of `cos` are the cosines; of `sin`, the first half is the negative sines, the second the sines.
+    """
 
     cos: mx.array
     sin: mx.array
@@ -49,12 +52,14 @@ class GridRotation:
         angles = (coordinates.astype(np.float32)[:, :, None] * inverse.astype(np.float32)).reshape(
             len(coordinates), 1, -1
         )
-        return cls(mx.array(np.cos(angles)), mx.array(np.sin(angles)))
+        cos, sin = np.cos(angles), np.sin(angles)
+        return cls(mx.array(np.concatenate([cos, cos], axis=-1)), mx.array(np.concatenate([-sin, sin], axis=-1)))
 
     def __call__(self, x: mx.array) -> mx.array:
         """Rotate (patches, heads, head_dim), in float32, back in the type it came in."""
-        first, second = mx.split(x.astype(mx.float32), 2, axis=-1)
-        rotated = mx.concatenate([first * self.cos - second * self.sin, second * self.cos + first * self.sin], axis=-1)
+        wide = x.astype(mx.float32)
+        half = x.shape[-1] // 2
+        rotated = wide * self.cos + mx.concatenate([wide[..., half:], wide[..., :half]], axis=-1) * self.sin
         return rotated.astype(x.dtype)
 
 
