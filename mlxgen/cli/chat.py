@@ -13,7 +13,6 @@ from mlxgen.cli.console import Console, printable
 from mlxgen.cli.generate import discard
 from mlxgen.cli.lines import Interrupted, Lines
 from mlxgen.cli.media import image_part, media_options, video_part
-from mlxgen.cli.parser import DEFAULT_MODEL
 from mlxgen.cli.run import Resumer, closing
 from mlxgen.cli.settings import (
     UsageError,
@@ -72,7 +71,6 @@ def _open(args: argparse.Namespace, console: Console, cancel: CancelToken) -> Se
         check_new_snapshot(args.snapshot, overwrite=args.overwrite)
     else:
         cached.make_room()
-    args.model = args.model or DEFAULT_MODEL
     session = Session(load_model(args, console, cancel), system=args.system, options=options_)
     if args.snapshot is not None:
         session.autosave(args.snapshot, overwrite=args.overwrite)

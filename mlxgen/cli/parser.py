@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final, NoReturn
 
+# What runs without --model: a language model that a package ships, and, where pictures or video are given, the tiny
+# vision model that comes with mlxgen. Both are for trying things out.
 DEFAULT_MODEL: Final = "smollm2"
+DEFAULT_VISION_MODEL: Final = "shapes-vl"
 DEFAULT_MAX_TOKENS: Final = 256
 DEFAULT_CHAT_TOKENS: Final = 1024
 
@@ -124,7 +127,7 @@ def _resume(parser: Parser) -> None:
 
 
 def _chat(parser: Parser) -> None:
-    _model_flags(parser, default=None)
+    _model_flags(parser)
     parser.add_argument("--system", "--system-prompt", metavar="TEXT", help="system prompt")
     _media_limits(parser)
     _sampling_flags(parser, DEFAULT_CHAT_TOKENS)
@@ -161,7 +164,7 @@ def _snapshots(parser: Parser) -> None:
 
 
 def _doctor(parser: Parser) -> None:
-    _model_flags(parser, default=None)
+    _model_flags(parser)
     parser.add_argument("--resume-folder", help=argparse.SUPPRESS)  # what doctor runs in its second process
     parser.add_argument("--quiet", action="store_true", help="only what is broken")
 
@@ -169,10 +172,12 @@ def _doctor(parser: Parser) -> None:
 # -- groups of flags ---------------------------------------------------------------------------------------------------
 
 
-def _model_flags(parser: Parser, *, default: str | None = DEFAULT_MODEL) -> None:
+def _model_flags(parser: Parser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument(
-        "--model", default=default, metavar="MODEL", help=f"folder, name on the hub, or {DEFAULT_MODEL} (built in)"
+        "--model",
+        metavar="MODEL",
+        help=f"folder, name on the hub, or built in: {DEFAULT_MODEL} (default), {DEFAULT_VISION_MODEL} (for pictures)",
     )
     group.add_argument("--revision", metavar="REV", help="branch, tag or commit on the hub")
     group.add_argument("--adapter-path", metavar="FOLDER", help="LoRA adapter")

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 from mlxgen.cache import CacheOptions
 from mlxgen.cancellation import CancelToken
 from mlxgen.cli.console import Console
+from mlxgen.cli.parser import DEFAULT_MODEL, DEFAULT_VISION_MODEL
 from mlxgen.errors import InvalidValueError, MlxgenError, SnapshotError
 from mlxgen.models import LoadOptions, LoadProgress, Model, load
 from mlxgen.options import ReplyOptions, SessionOptions
@@ -142,7 +143,8 @@ def load_options(args: argparse.Namespace) -> LoadOptions:
 
 def load_model(args: argparse.Namespace, console: Console, cancel: CancelToken) -> Model:
     """The model of `--model`, with a bar for downloading and reading, and its identity (for the snapshot) known."""
-    model = load(args.model, options=load_options(args), on_progress=show_load(console), cancel=cancel)
+    name = args.model or (DEFAULT_VISION_MODEL if getattr(args, "media", None) else DEFAULT_MODEL)
+    model = load(name, options=load_options(args), on_progress=show_load(console), cancel=cancel)
     model.identify(cancel=cancel)
     console.clear_bar()
     return model

@@ -20,6 +20,7 @@ from mlxgen.inputs import VisionFamily, VisionModel
 from mlxgen.models import config as model_config
 from mlxgen.models import smollm2
 from mlxgen.models.adapter import adapter_folder, apply_adapter
+from mlxgen.models.bundled import bundled_models
 from mlxgen.models.checkpoint import TensorInfo, checked_tensors, has_vision_weights, weight_files
 from mlxgen.models.families import text_model_types, vision_families
 from mlxgen.models.fingerprint import fingerprint_parts, stamp_files
@@ -120,6 +121,8 @@ def _locate(name: str, options: LoadOptions, on_progress: OnProgress | None, can
         return path
     if path.exists():
         raise ModelLoadError(f"{path} is a file; give the folder of a model, or a name on the hub (owner/name)")
+    if name in bundled_models():
+        return bundled_models()[name]
     if name == smollm2.NAME:
         return smollm2.converted_folder(options.dtype, on_progress=on_progress, cancel=cancel)
     looks_like_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or os.sep in name.replace("/", "")
