@@ -188,6 +188,7 @@ class Keeper:
         self._next_position = 0
         self._restart = False
         self._behind = False  # finished units of media wait for the writer
+        self._closed = False
 
     def adopt(self, state: SessionState, cache: CacheExport, media: Mapping[int, tuple[int, int]]) -> None:
         """Take note of what a resumed snapshot's files hold already, so that only what is new gets written."""
@@ -199,7 +200,7 @@ class Keeper:
 
     def write(self, records: Sequence[Record]) -> None:
         """Bring the journal up to date with `records`, now. While the disk is full they wait for the next save."""
-        if not self._stuck:
+        if not self._stuck and not self._closed:
             self._write(records)
 
     def _write(self, records: Sequence[Record]) -> bool:
@@ -232,6 +233,8 @@ class Keeper:
         A prepared picture is saved at once, after waiting for the one before it: a kill takes what is being worked on
         and at most one that was finished. What else is finished of media while the writer is busy goes together.
         """
+        if self._closed:
+            return
         if unit == "image":
             self._writer.wait()
             self._save(state, settle)
@@ -256,6 +259,9 @@ class Keeper:
         self._next_position = state.sequence.num_fed + self._policy.every_tokens
 
     def _save(self, state: SessionState, settle: Callable[[], None]) -> _Job | None:
+        if self._closed:
+            # A session that was dropped in the middle of a reply: its generator may be closed after its finalizer ran.
+            return None
         began_s = time.perf_counter()
         if self._writer.failed is not None:
             self.warn(SnapshotError(self._writer.failed))
@@ -303,6 +309,8 @@ class Keeper:
 
     def save(self, state: SessionState) -> None:
         """Write everything now and wait until it is on the disk. Raises `SnapshotError` if it can't be."""
+        if self._closed:
+            raise SnapshotError(f"{self.path} isn't saved: it was closed")
         self._writer.wait()
         job = self._save(state, _nothing)
         self._writer.wait()
@@ -315,7 +323,10 @@ class Keeper:
             raise SnapshotError(f"{self.path} isn't saved: {reason}")
 
     def close(self) -> None:
-        """Wait for the writer, close the folder and let go of its lock."""
+        """Wait for the writer, close the folder and let go of its lock. Later calls of anything do nothing."""
+        if self._closed:
+            return
+        self._closed = True
         self._writer.close()
         self._store.close()
 
