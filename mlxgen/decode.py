@@ -104,6 +104,8 @@ class _Ahead:
     memory: list[str] | None = None  # what the custom processors remembered when this had been sampled
 
     def arrays(self) -> list[mx.array]:
+        if self.logprob is None and self.vector is None:  # what most runs ask for
+            return [self.token]
         return [a for a in (self.token, self.logprob, *(self.top or ()), self.vector) if a is not None]
 
     def read(self) -> Sampled:
@@ -164,6 +166,7 @@ class TokenIterator:
         self._confused = False
         self._flight: tuple[_Ahead, _Ahead | None, int] | None = None
         self._commit: tuple[Sampled, _Ahead | None, int] | None = None
+        self._synchronous = self.synchronous
         self._resumable = tuple(processor for processor in options.processors if is_resumable(processor))
         self._memory = self._memories()
         ahead = sequence.ahead
@@ -286,7 +289,7 @@ class TokenIterator:
             if ahead is None:
                 ahead = self._launch_pending()
             following = None
-            if (limit is None or self.step + 1 < limit) and not self.synchronous:
+            if (limit is None or self.step + 1 < limit) and not self._synchronous:
                 following = self._launch(ahead.token, self.step + 1)
             self._flight = (ahead, following, len(sequence.ids))
             sampled = self._finish_commit()
@@ -319,21 +322,24 @@ class TokenIterator:
 
     def _launch(self, token: mx.array, step: int) -> _Ahead:
         """Submit the pass that feeds `token` and samples token number `step` of the reply. Waits for nothing."""
-
-        def consume(logits: mx.array) -> _Ahead:
-            return self._choose(token, logits, step)
-
-        ahead: _Ahead = self.sequence.step(token, consume)
+        sequence = self.sequence
+        ahead = self._choose(token, sequence.step(token), step)
+        arrays = ahead.arrays()
         # Recurrent states are no input of this token, only of the next: submit them too, so that nothing lazy that
         # belongs to this thread's stream is left for whoever closes the loop from another thread.
+        arrays += sequence.side_states()
+        if self._history is not None:
+            # Evaluated with every token: a processor that never looks must not leave a chain of concatenations.
+            arrays.append(self._history)
         try:
-            mx.async_eval(ahead.arrays(), self.sequence.side_states(), self._histories())  # type: ignore[no-untyped-call]
+            mx.async_eval(arrays)  # type: ignore[no-untyped-call]
         except Exception:
             self.sequence.failed_eval()
             if self._ahead is not None and self._ahead.host is None:
                 self._ahead = None
             raise
-        ahead.memory = self._memories()
+        if self._resumable:
+            ahead.memory = self._memories()
         return ahead
 
     def _choose(self, token: mx.array, logits: mx.array, step: int) -> _Ahead:
@@ -359,10 +365,6 @@ class TokenIterator:
         if options.top_logprobs:
             ahead.top = top_logprobs(logits, options.top_logprobs)
         return ahead
-
-    def _histories(self) -> list[mx.array]:
-        # Evaluated with every token: a processor that never looks must not leave a chain of concatenations.
-        return [] if self._history is None else [self._history]
 
     def _rebuild_history(self) -> None:
         if self._confused:

@@ -78,16 +78,22 @@ class _ByteLevelStream:
         self._token_of = backend.id_to_token
         self._byte_of_char = _byte_of_char()
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._seen: dict[int, bytes] = {}
 
     def add(self, token: int) -> str:
+        data = self._seen.get(token)
+        if data is None:
+            data = self._seen[token] = self._bytes_of(token)
+        return self._utf8.decode(data)
+
+    def _bytes_of(self, token: int) -> bytes:
         name = self._token_of(token)
         if name is None:
-            return ""
+            return b""
         try:
-            data = bytes([self._byte_of_char[char] for char in name])
+            return bytes([self._byte_of_char[char] for char in name])
         except KeyError:  # an added token with a character outside the alphabet stands for itself
-            data = name.encode("utf-8", "replace")
-        return self._utf8.decode(data)
+            return name.encode("utf-8", "replace")
 
     def pending(self) -> str:
         held, _ = self._utf8.getstate()

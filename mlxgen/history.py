@@ -221,13 +221,14 @@ class History:
 
     def _tok(self, data: Any) -> None:
         sampled = _sampled(data)
-        if self._open_reply() is not self.laid_out or not self.ids:
+        reply, ids = self._open_reply(), self.ids
+        if reply is not self.laid_out or not ids:
             raise ValueError("it has no prompt")
         # That it was sampled says that the token before it had been fed.
-        self.passes.decode(len(self.ids) - 1)
-        self.num_fed = len(self.ids)
-        self.ids.append(sampled.id)
-        self._open_reply().tokens.append(sampled)
+        self.passes.decode(len(ids) - 1)
+        self.num_fed = len(ids)
+        ids.append(sampled.id)
+        reply.tokens.append(sampled)
 
     def _mark(self, data: Any) -> None:
         count, kind, detail = (list(data) + [None])[:3]
@@ -278,7 +279,9 @@ def token_data(token: Sampled) -> list[Any]:
 
 
 def _sampled(data: Any) -> Sampled:
-    token, logprob, top = (list(data) + [None, None])[:3]
+    if len(data) == 1:
+        return Sampled(_token_id(data[0]))
+    token, logprob, top = (list(data) + [None])[:3]
     tops = None if top is None else tuple((int(i), float(v)) for i, v in top)
     return Sampled(_token_id(token), None if logprob is None else float(logprob), tops)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,7 +119,8 @@ class TokenSequence:
         if self._requantized:
             self._requantized = False
             return self.arrays()
-        return [a for leaf in self._recurrent() for a in leaf.cache if a is not None]
+        recurrent = self._recurrent()
+        return [a for leaf in recurrent for a in leaf.cache if a is not None] if recurrent else []
 
     def _recurrent(self) -> list[Any]:
         if self._recurrent_leaves is None:
@@ -164,12 +165,12 @@ class TokenSequence:
         self.num_fed = end
         self._torn = None
 
-    def step(self, token: mx.array, consume: Callable[[mx.array], Any]) -> Any:
+    def step(self, token: mx.array) -> mx.array:
         """Build one decode pass for `token` (uint32 (1,), possibly not evaluated yet) without waiting for it.
 
-        `consume` gets the logits (1, vocabulary) and builds what is to be sampled from them; its result is returned.
-        The caller submits that with `mx.async_eval` and then calls `committed()`; an error before that leaves the
-        sequence torn, to be repaired before the next pass. Not repaired here: this is the hot path.
+        Returns the logits (1, vocabulary). The caller builds what is to be sampled from them, submits that with
+        `mx.async_eval` and then calls `committed()`; an error before that leaves the sequence torn, to be repaired
+        before the next pass. Not repaired here: this is the hot path.
         """
         self._torn = _Tear.UNKNOWN
         try:
@@ -181,7 +182,7 @@ class TokenSequence:
             self._torn = _tear(error)
             raise
         self._torn = _Tear.BETWEEN_LAYERS
-        return consume(logits[:, -1, :])
+        return logits[:, -1]
 
     def committed(self) -> None:
         """The pass of `step` was submitted: its token belongs to the ledger."""
@@ -348,7 +349,7 @@ class TokenSequence:
         """Run the decode pass of the next token of `ids` again; its logits are already known and not computed."""
         token = mx.array(self.ids[self.num_fed : self.num_fed + 1], mx.uint32)
         with mx.stream(generation_stream()):
-            self.step(token, lambda logits: None)
+            self.step(token)
             self.evaluate()
         self.committed()
 

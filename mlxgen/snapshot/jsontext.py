@@ -29,6 +29,8 @@ def encode(value: Any) -> bytes:
     written in ASCII escapes. Raises `InvalidValueError` for what JSON can't hold.
     """
     try:
+        if type(value) is list and len(value) == 1 and type(value[0]) is int:  # a token: written with every one
+            return b"[%d]" % value[0]
         try:
             text = _UTF8(value)
         except ValueError:  # a float that isn't finite
