@@ -131,6 +131,7 @@ def test_sigterm_at_the_prompt_leaves(cache: Path) -> None:
         terminal.wait_for(b"> ")
         terminal.type(b"hello\n")
         terminal.wait_for(rb"\n> ")
+        time.sleep(0.5)  # the prompt is on the screen a moment before the read begins that the signal ends
         terminal.process.terminate()
         terminal.wait_for(rb"chat --resume")
     finally:

@@ -169,8 +169,8 @@ def test_no_time_at_all(capfdbinary: Any, cache: Path, tmp_path: Path) -> None:
 def test_second_press_leaves_at_once(capfdbinary: Any) -> None:
     """The reader has stopped reading, so the process hangs in a write: only a second Ctrl-C gets out of that."""
     process = Process(generate_args("--json", max_tokens=LONG))
+    process.narrow()  # while it is empty: a pipe can't be made smaller than what is in it
     events = process.tokens(1)
-    process.narrow()
     path = events[0]["snapshot"]
     journal = os.path.join(path, "journal.log")
     size = -1
