@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -19,6 +20,7 @@ from mlxgen.models.cachedir import make_cache_folder
 _PROMPT = "> "
 _MAX_HISTORY = 1000
 _REASONS = {signal.SIGTERM: "terminate", signal.SIGHUP: "hangup"}
+_NUDGES_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 class Interrupted(BaseException):
@@ -27,6 +29,10 @@ class Interrupted(BaseException):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+class _Pressed(BaseException):
+    """The first Ctrl-C at a prompt."""
 
 
 class Lines:
@@ -47,20 +53,18 @@ class Lines:
         Raises `Interrupted` after a second Ctrl-C in a row, and for SIGTERM and SIGHUP; `InvalidValueError` for a line
         that isn't UTF-8.
         """
-        interrupts = 0
-        with _raising_signals():
-            if self._cancel.reason is not None:  # it came while nobody was waiting here
-                raise Interrupted(self._cancel.reason)
-            while True:
-                try:
-                    if interrupts:
+        pressed = False
+        while True:
+            try:
+                with _raising_signals(last=pressed or not self._terminal):
+                    if self._cancel.reason is not None:  # it came while nobody was waiting here
+                        raise Interrupted(self._cancel.reason)
+                    if pressed:
                         self._console.important("Ctrl-C again leaves, and so does Ctrl-D")
                     return self._read()
-                except KeyboardInterrupt:
-                    interrupts += 1
-                    if interrupts > 1 or not self._terminal:
-                        raise Interrupted("interrupt") from None
-                    self._console.end_line()
+            except _Pressed:
+                pressed = True
+                self._console.end_line()
 
     def _read(self) -> str | None:
         if sys.stdin is None:
@@ -108,17 +112,67 @@ class Lines:
 
 
 @contextlib.contextmanager
-def _raising_signals() -> Iterator[None]:
-    """While a line is awaited, a signal must end the waiting: a handler that only takes note would leave it blocked."""
+def _raising_signals(*, last: bool) -> Iterator[None]:
+    """While a line is awaited, a signal must end the waiting: a handler that only takes note would leave it blocked.
+
+    Ctrl-C raises `_Pressed`, or `Interrupted` where it is the `last` one to be asked for.
+    """
 
     def leave(signum: int, frame: FrameType | None) -> None:
         raise Interrupted(_REASONS[signal.Signals(signum)])
 
-    former: dict[int, Any] = {signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler)}
+    def press(signum: int, frame: FrameType | None) -> None:
+        raise Interrupted("interrupt") if last else _Pressed
+
+    handlers = {signal.SIGINT: press, signal.SIGTERM: leave, signal.SIGHUP: leave}
+    former: dict[int, Any] = {}
     try:
-        for signum in (signal.SIGTERM, signal.SIGHUP):
-            former[signum] = signal.signal(signum, leave)
-        yield
+        with _nudged():
+            for signum, handler in handlers.items():
+                former[signum] = signal.signal(signum, handler)
+            yield
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _nudged() -> Iterator[None]:
+    """See to it that a signal ends a blocking read, also one that came in the moment before the read began.
+
+    Python's handler runs when the interpreter has the word again; a signal that arrives after its last look and before
+    the system call is noted, and the call blocks all the same. So a thread that is told of every signal interrupts the
+    main thread a few times afterwards, with one that does nothing.
+    """
+    waiting = threading.main_thread().ident
+    told, tell = os.pipe()
+    for descriptor in (told, tell):
+        os.set_blocking(descriptor, descriptor == told)
+    left = threading.Event()
+
+    def nudge() -> None:
+        while not left.is_set():
+            numbers = os.read(told, 64)
+            if not numbers:
+                return
+            if all(number == signal.SIGURG for number in numbers):
+                continue
+            for pause_s in _NUDGES_S:
+                if left.wait(pause_s):
+                    return
+                if waiting is not None:
+                    signal.pthread_kill(waiting, signal.SIGURG)
+
+    former_handler = signal.signal(signal.SIGURG, lambda signum, frame: None)
+    former_descriptor = signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+    thread = threading.Thread(target=nudge, name="mlxgen-nudge", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        left.set()
+        signal.set_wakeup_fd(former_descriptor)
+        os.close(tell)
+        thread.join()
+        os.close(told)
+        signal.signal(signal.SIGURG, former_handler)

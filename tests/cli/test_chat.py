@@ -125,13 +125,27 @@ def test_chat_on_a_narrow_terminal(capfdbinary: Any, cache: Path, tmp_path: Path
     assert "second" in history.read_text()
 
 
+def test_ctrl_c_the_moment_a_prompt_appears_is_never_lost(cache: Path) -> None:
+    terminal = Terminal(["chat", "--model", llama()])
+    try:
+        for _ in range(40):
+            terminal.wait_for(b"> ")
+            terminal.type(b"\x03")
+            terminal.wait_for(rb"Ctrl-C again leaves", timeout=10)
+            terminal.wait_for(b"> ")
+            terminal.type(b"\n")  # an empty line: the next Ctrl-C is a first one again
+    finally:
+        terminal.process.terminate()
+        code = terminal.close()
+    assert code == 143
+
+
 def test_sigterm_at_the_prompt_leaves(cache: Path) -> None:
     terminal = Terminal(["chat", "--model", llama(), "--ignore-eos", "--max-tokens", "3"])
     try:
         terminal.wait_for(b"> ")
         terminal.type(b"hello\n")
         terminal.wait_for(rb"\n> ")
-        time.sleep(0.5)  # the prompt is on the screen a moment before the read begins that the signal ends
         terminal.process.terminate()
         terminal.wait_for(rb"chat --resume")
     finally:
