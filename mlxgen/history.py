@@ -2,11 +2,12 @@
 
 A live session changes its history only by applying the very records it appends to the journal, so that what a resumed
 session reads is what the live one was. Record types (see docs/snapshot-format.md): session, model, turn, medium, reply,
-prompt, plan, pass, tok, mark, finish, undo.
+prompt, plan, pass, tok, mark, finish, undo, rewind, append, edit, point.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,7 +36,8 @@ class Reply:
     `limit` is the number of tokens at which it ends by length (None: no limit). `marks` are the seams of its text:
     (number of tokens so far, what happened there): "flush" (held text was shown, the reply ended by length), "release"
     (withheld text was let go, the reply went on after a stop string), "silent" (the last token ended the reply and has
-    no text), "stops" with the list of stop strings from here on.
+    no text), "stops" with the list of stop strings from here on. `banned`: token ids that may not stand at a position
+    of the reply, because a banned string began with them there.
     """
 
     options: dict[str, Any]
@@ -48,6 +50,27 @@ class Reply:
     num_prompt_tokens: int = 0
     step_size: int | None = None
     resumed: Resumption | None = None
+    banned: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def cut(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens; the reply is open again. Stop strings in force stay in force."""
+        del self.tokens[num_tokens:]
+        later = [mark for mark in self.marks if mark[0] > num_tokens]
+        stops = [mark[2] for mark in later if mark[1] == "stops"]
+        self.marks = [mark for mark in self.marks if mark[0] <= num_tokens]
+        if stops:
+            self.marks.append((num_tokens, "stops", stops[-1]))
+        self.banned = {position: ids for position, ids in self.banned.items() if position <= num_tokens}
+        self.finish = None
+        if self.resumed is not None:
+            at_start = self.resumed.num_tokens == num_tokens
+            memory = self.resumed.memory if at_start else ()
+            self.resumed = replace(self.resumed, num_tokens=num_tokens, pending=None, memory=memory)
+
+    def copy(self) -> Reply:
+        twin = copy.copy(self)
+        twin.tokens, twin.marks, twin.banned = list(self.tokens), list(self.marks), dict(self.banned)
+        return twin
 
     @property
     def finished(self) -> bool:
@@ -70,6 +93,16 @@ class Turn:
     @property
     def text(self) -> str:
         return "".join(part for part in self.parts if isinstance(part, str))
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A place in a conversation to come back to: after `num_turns` turns, the last of which, if it is a reply, had
+    `num_tokens` tokens then. `number` counts the marks that were ever set."""
+
+    number: int
+    num_turns: int
+    num_tokens: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +148,8 @@ class History:
     records: list[Record] = field(default_factory=list)
     layout: MediaLayout | None = None  # None: there are no media in `ids`
     laid_out: Reply | None = None  # whose prompt and tokens `ids` are; an undone reply's stay until the next prompt
+    points: list[Mark] = field(default_factory=list)  # the marks whose place still exists
+    num_points: int = 0  # how many were ever set
     torn: bool = False  # a record was applied by half (an exception of a signal handler): replay the records
 
     @classmethod
@@ -123,6 +158,20 @@ class History:
         for record in records:
             history.apply(record)
         return history
+
+    def fork(self) -> History:
+        """The same history for another session; records, tokens and passes are shared, the lists of them are not."""
+        twin = copy.copy(self)
+        replies = {id(turn.reply): turn.reply.copy() for turn in self.turns if turn.reply is not None}
+        if self.laid_out is not None:
+            twin.laid_out = replies.get(id(self.laid_out)) or self.laid_out.copy()
+        twin.turns = [
+            Turn(turn.role, list(turn.parts), None if turn.reply is None else replies[id(turn.reply)])
+            for turn in self.turns
+        ]
+        twin.media, twin.ids, twin.points = list(self.media), list(self.ids), list(self.points)
+        twin.records, twin.passes = list(self.records), PassLog(list(self.passes.entries))
+        return twin
 
     @property
     def reply(self) -> Reply | None:
@@ -195,7 +244,7 @@ class History:
         del self.ids[keep:]
         self.ids += [_token_id(token) for token in data["ids"]]
         if keep == self.num_fed + 1:
-            self.passes.decode(self.num_fed)  # the pass that had sampled the unseen token, now dropped
+            self._fed(keep)  # the pass that had sampled the unseen token, now dropped
         self.passes.trim(keep)
         self.num_fed = keep
         reply = self.laid_out = self._open_reply()
@@ -241,7 +290,75 @@ class History:
         count = int(data["turns"])
         if not 0 < count <= len(self.turns):
             raise ValueError(f"{count} of {len(self.turns)} turns")
-        del self.turns[len(self.turns) - count :]
+        self._keep_turns(len(self.turns) - count)
+
+    def _rewind(self, data: Mapping[str, Any]) -> None:
+        num_turns, num_tokens = int(data["turns"]), data["tokens"]
+        if not 0 <= num_turns <= len(self.turns):
+            raise ValueError(f"it keeps {num_turns} of {len(self.turns)} turns")
+        self._keep_turns(num_turns)
+        if num_tokens is None:
+            return
+        reply, count = self._open_reply(), int(num_tokens)
+        if not 0 <= count <= len(reply.tokens):
+            raise ValueError(f"it keeps {count} of a reply's {len(reply.tokens)} tokens")
+        reply.cut(count)
+        self.points = [p for p in self.points if p.num_turns < num_turns or (p.num_tokens or 0) <= count]
+        if reply is self.laid_out and reply.start is not None:
+            keep, end = int(data["keep"]), reply.start + count
+            if not 0 <= keep < end:
+                raise ValueError(f"it keeps {keep} tokens in the cache, of {end}")
+            del self.ids[end:]
+            self._fed(keep)
+            self.passes.trim(keep)
+            self.num_fed = keep
+        banned = data.get("banned")
+        if banned is not None:
+            reply.banned[count] = (*reply.banned.get(count, ()), _token_id(banned))
+
+    def _fed(self, position: int) -> None:
+        """Take note of the pass that sampled the unseen token, where it had run and nothing has said so yet."""
+        if position == self.num_fed + 1:
+            self.passes.decode(self.num_fed)
+            self.num_fed = position
+        elif position > self.num_fed:
+            raise ValueError(f"{position} tokens fed, where {self.num_fed} are known to be")
+
+    def _append(self, data: Mapping[str, Any]) -> None:
+        reply = self._open_reply()
+        added = [Sampled(_token_id(token)) for token in data["ids"]]
+        if reply is self.laid_out:
+            self._fed(int(data["fed"]))
+            self.ids += [token.id for token in added]
+        reply.tokens += added
+        reply.finish = None
+        reply.resumed = Resumption(len(reply.tokens), None, tuple(data.get("memory", ())), len(self.records))
+
+    def _edit(self, data: Mapping[str, Any]) -> None:
+        index = int(data["turn"])
+        if not 0 <= index < len(self.turns):
+            raise ValueError(f"turn {index} of {len(self.turns)}")
+        turn = self.turns[index]
+        if not data["keep_later"]:
+            self._keep_turns(index + 1)
+        if turn.reply is None:
+            self._turn(data)
+            turn.parts = self.turns.pop().parts
+        else:
+            tokens = [Sampled(_token_id(token)) for token in data["ids"]]
+            fresh = Reply(dict(turn.reply.options), turn.reply.limit, tuple(turn.reply.options["stop"]), tokens=tokens)
+            fresh.finish = {"reason": "length"}
+            turn.reply = fresh
+        self.points = [point for point in self.points if point.num_turns <= index]
+
+    def _point(self, data: Mapping[str, Any]) -> None:
+        reply = self.reply
+        self.points.append(Mark(int(data["number"]), len(self.turns), None if reply is None else len(reply.tokens)))
+        self.num_points = int(data["number"]) + 1
+
+    def _keep_turns(self, num_turns: int) -> None:
+        del self.turns[num_turns:]
+        self.points = [point for point in self.points if point.num_turns <= num_turns]
 
     def _open_reply(self) -> Reply:
         reply = self.reply
@@ -263,6 +380,10 @@ _HANDLERS = {
     "mark": History._mark,
     "finish": History._finish,
     "undo": History._undo,
+    "rewind": History._rewind,
+    "append": History._append,
+    "edit": History._edit,
+    "point": History._point,
 }
 
 

@@ -6,6 +6,7 @@ through the entry-point group `mlxgen.families`; each entry point names an objec
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -79,6 +80,14 @@ class PreparedMedium:
     @property
     def encoded(self) -> bool:
         return self.num_parts is not None and len(self.features) == self.num_parts
+
+    def fork(self) -> PreparedMedium:
+        """The same medium for another session: itself when it is complete (it never changes again)."""
+        if self.prepared and self.encoded:
+            return self
+        return replace(
+            self, geometry=copy.deepcopy(self.geometry), frames=list(self.frames), features=list(self.features)
+        )
 
 
 @dataclass(slots=True)

@@ -15,12 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlxgen.cache import StateMark
 from mlxgen.errors import SnapshotError
 from mlxgen.snapshot.export import (
     CacheExport,
     environment,
     export_cache,
+    export_marks,
     export_media,
+    marks_to_json,
     media_states,
     trim_entries,
     unchanged,
@@ -76,6 +79,7 @@ class _Commit:
     body: dict[str, Any]
     pin: JournalPin
     same_state: bool = False  # nothing was fed since the job before: its `state` files still hold
+    marks: frozenset[int] = frozenset()  # positions of the state marks in earlier files that still hold
 
 
 class _Writer:
@@ -145,6 +149,7 @@ class _Writer:
             files = [] if commit.restart else trim_entries(self._files, commit.keep)
             if not commit.same_state:
                 files = [entry for entry in files if entry.kind != "state"]
+            files = [entry for entry in files if entry.kind != "mark" or entry.meta["position"] in commit.marks]
             self._store.commit(commit.body, [*files, *job.added], commit.pin)
         except BaseException as error:
             job.error, self.failed = error, str(error)
@@ -182,6 +187,7 @@ class Keeper:
         self._writer = _Writer(store, list(files or []))
         self._cache = CacheExport()
         self._media: dict[int, tuple[int, int]] = {}
+        self._marks: dict[int, StateMark] = {}
         self._keep = 0
         self._stuck = False
         self._next_s = 0.0
@@ -193,6 +199,7 @@ class Keeper:
     def adopt(self, state: SessionState, cache: CacheExport, media: Mapping[int, tuple[int, int]]) -> None:
         """Take note of what a resumed snapshot's files hold already, so that only what is new gets written."""
         self._cache, self._media = cache, dict(media)
+        self._marks = {mark.position: mark for mark in state.sequence.marks}
         self._keep = state.sequence.num_fed
         self._schedule(state, 0.0)
 
@@ -207,7 +214,7 @@ class Keeper:
         # Counted by the journal itself: whatever interrupts this, no record is left out or written twice.
         new = records[self._store.num_records :]
         for record in new:
-            if record.type == "prompt":
+            if record.type in ("prompt", "rewind") and "keep" in record.data:
                 self._keep = min(self._keep, int(record.data["keep"]))
         try:
             self._store.append(new)
@@ -273,7 +280,7 @@ class Keeper:
         settle()
         restart, self._restart = self._restart, True  # until the job is handed over, whatever comes between
         if restart:
-            self._cache, self._media, self._keep = CacheExport(), {}, 0
+            self._cache, self._media, self._marks, self._keep = CacheExport(), {}, {}, 0
         job = _Job()
         try:
             self._hand_over(job, state, restart)
@@ -297,15 +304,20 @@ class Keeper:
             for kind, arrays, meta in files:
                 self._writer.put(job, _NewFile(kind, arrays, meta))
         self._keep = state.sequence.num_fed
+        before = dict(self._marks)
+        for kind, arrays, meta in export_marks(state.sequence.marks.worth_saving, self._marks):
+            self._writer.put(job, _NewFile(kind, arrays, meta))
+        held = frozenset(position for position, mark in self._marks.items() if before.get(position) is mark)
         body = {
             "cache": self._cache.to_json(),
+            "marks": marks_to_json(self._marks),
             "media": media_states(state.media),
             "rope_delta": 0 if state.sequence.inputs is None else state.sequence.inputs.rope_delta,
             "processors": state.processor_states(),
             **environment(),
         }
         kept = 0 if restarted else keep
-        self._writer.commit(job, _Commit(kept, restart, body, self._store.pin(), same_state=same))
+        self._writer.commit(job, _Commit(kept, restart, body, self._store.pin(), same_state=same, marks=held))
 
     def save(self, state: SessionState) -> None:
         """Write everything now and wait until it is on the disk. Raises `SnapshotError` if it can't be."""

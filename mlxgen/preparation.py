@@ -206,12 +206,13 @@ def _fresh_prompt(request: PrepareRequest, media: Sequence[PreparedMedium]) -> P
 @dataclass(frozen=True, slots=True)
 class PromptSource:
     """Messages for the chat template; `reply_ids` are the ids of earlier replies by message index. `now`: see
-    `pieces`."""
+    `pieces`. `locate_replies`: say where they stand also where no media make it matter."""
 
     messages: Sequence[Mapping[str, Any]]
     reply_ids: Mapping[int, Sequence[int]]
     template_options: Mapping[str, Any]
     now: datetime | None = None
+    locate_replies: bool = False
 
 
 def chat_message(model: Model, role: str, parts: Sequence[Any]) -> dict[str, Any]:
@@ -238,7 +239,8 @@ def chat_prompt(model: Model, conversation: PromptSource, media: Sequence[Prepar
         now=conversation.now,
     )
     ids = chat.encode(pieces, conversation.reply_ids, add_bos_if_missing=vision is not None)
-    return Prompt(ids, _reply_ranges(chat, pieces, conversation.reply_ids, ids) if media else ())
+    wanted = bool(media) or conversation.locate_replies
+    return Prompt(ids, _reply_ranges(chat, pieces, conversation.reply_ids, ids) if wanted else ())
 
 
 def _reply_ranges(

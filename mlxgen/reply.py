@@ -95,6 +95,12 @@ class ReplyRun:
         finally:
             self._settle()
 
+    def settle(self) -> None:
+        """Between two events: wait for the token in flight, so that the sequence can be read; the run goes on
+        afterwards."""
+        if self._iterator is not None:
+            self._iterator.settle()
+
     def _settle(self) -> None:
         iterator = self._iterator
         if iterator is None:
@@ -120,6 +126,7 @@ class ReplyRun:
         prompt_s = time.perf_counter()
         yield from self._prefill()
         self._work.prefill_s = time.perf_counter() - prompt_s
+        state.sequence.mark()
         return (yield from self._decode())
 
     # -- prompt ----------------------------------------------------------------------------------------------------
@@ -139,7 +146,7 @@ class ReplyRun:
         inputs = prepared_input(state.model, prompt, [state.media[index] for index in state.media_in_use()])
         keep = shared_prefix(sequence.ledger, sequence.inputs, target, inputs)
         # At least one token must be fed: its logits are where the reply begins.
-        keep = sequence.rewind(min(keep, len(target) - 1))
+        keep = sequence.rewind(min(keep, len(target) - 1), cancel=self._cancel)
         sequence.ids[keep:] = target[keep:]
         sequence.inputs = inputs
         step_size = None if state.options.max_stop_latency_s is not None else state.options.prefill_step_size

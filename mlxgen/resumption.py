@@ -23,7 +23,7 @@ from mlxgen.sampling import LogitsProcessor, is_resumable
 from mlxgen.sequence import PassLog, TokenSequence
 from mlxgen.session import Session
 from mlxgen.snapshot.export import CacheExport, environment
-from mlxgen.snapshot.restore import cut_cache, restore_cache, restore_media
+from mlxgen.snapshot.restore import cut_cache, restore_cache, restore_marks, restore_media
 from mlxgen.snapshot.store import SnapshotStore
 from mlxgen.tokenizer import token_ids_checked
 
@@ -198,6 +198,10 @@ def _restore_generation(store: SnapshotStore, session: Session, cancel: CancelTo
     if len(media) > len(session.history.media):
         raise SnapshotError(f"{store.path}: the manifest has {len(media)} media, the journal fewer")
     restore_cache(store, session.sequence, state, cancel=cancel)
+    sequence = session.sequence
+    sequence.num_fed, sequence.passes.entries = state.position, list(state.passes)
+    for note in restore_marks(store, sequence, list(manifest.body.get("marks", ())), cancel=cancel):
+        _log.info("%s", note)
     session.state.media = media
     counts = {index: (len(medium.frames), len(medium.features)) for index, medium in enumerate(media)}
     return _Adopted(list(manifest.files), state, counts)
@@ -234,11 +238,15 @@ def _replay(
     since = history.records[num_pinned:]
     sequence.num_fed = state.position
     sequence.passes.entries = list(state.passes)
-    keeps = [int(record.data["keep"]) for record in since if record.type == "prompt"]
-    if keeps and (min(keeps) == 0 or not cut_cache(sequence, min(keeps))):
-        sequence.reset()
+    keeps = [
+        int(record.data["keep"]) for record in since if record.type in ("prompt", "rewind") and "keep" in record.data
+    ]
+    if keeps:
+        if min(keeps) == 0 or not cut_cache(sequence, min(keeps)):
+            sequence.reset()
+        sequence.marks.cut(min(keeps))
     sequence.ids = list(history.ids)
-    if keeps or any(record.type == "tok" for record in since):
+    if keeps or any(record.type in ("tok", "append") for record in since):
         state = replace(state, pending=None)
     states = [] if store.manifest is None else store.manifest.body.get("processors", [])
     base = _Base(num_pinned, state, tuple(states))

@@ -17,7 +17,19 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as kinds
 
-from mlxgen.cache import CacheOptions, adapter_of, can_trim, leaves, make_cache, quantize_from, trim
+from mlxgen.cache import (
+    CacheOptions,
+    StateMark,
+    StateMarks,
+    adapter_of,
+    can_trim,
+    leaves,
+    make_cache,
+    quantize_from,
+    trim,
+)
+from mlxgen.cache import fork as fork_cache
+from mlxgen.cache.marks import restore_mark
 from mlxgen.cancellation import NEVER, CancelToken
 from mlxgen.errors import InvalidValueError
 from mlxgen.inputs import ForwardPass, PreparedInput
@@ -66,6 +78,14 @@ class PassLog:
             if kind == "decode":
                 self.entries[-1] = (kind, start, min(count, position - start))
 
+    def boundary(self, position: int) -> int:
+        """The last place at or before `position` where a pass ended: inside a prefill pass, its start."""
+        for (kind, start, count), following in zip(self.entries, [*self.entries[1:], None], strict=True):
+            end = start + count if following is None else min(start + count, following[1])
+            if kind == "prefill" and start < position < end:
+                return start
+        return position
+
 
 class TokenSequence:
     """See the module's docstring. Owned by one session (or one iterator); used by one thread at a time.
@@ -106,10 +126,39 @@ class TokenSequence:
         )
         self._recurrent_leaves: list[Any] | None = None
         self._requantized = False
+        self.marks = StateMarks(options.mark_every, options.max_mark_bytes)
+        self._marking = not self._filled_before and any(not adapter_of(leaf).appends for _, leaf in leaves(self.cache))
 
     @property
     def ledger(self) -> list[int]:
         return self.ids[: self.num_fed]
+
+    def fork(self) -> TokenSequence:
+        """An independent sequence at the same place, pending token included. No forward pass, no copy of arrays: the
+        side that is written to first copies what it writes to (see `cache.fork`).
+
+        Nothing may be under way: settle the iterator first. A cache that was torn is mended before.
+        """
+        self.repair()
+        twin = copy.copy(self)
+        twin.cache = fork_cache(self.cache)
+        twin.ids = list(self.ids)
+        twin.passes = PassLog(list(self.passes.entries))
+        twin.marks = self.marks.fork()
+        twin._recurrent_leaves = None
+        return twin
+
+    def mark(self) -> None:
+        """Keep a state mark at the ledger's end, where the caches have something that can't be trimmed; and the last
+        one before the last of `ids`, since coming back here for other logits means feeding that token again."""
+        if self._marking and not self.torn and self.num_fed:
+            self.marks.take(self.cache, self.num_fed, pinned=True)
+            self.marks.pin_before(len(self.ids) - 1)
+
+    @property
+    def end(self) -> int:
+        """Where the ledger ends, once `repair` has run the passes that going back left to it."""
+        return self.num_fed if self._rebuilding is None else self._rebuilding[1]
 
     def arrays(self) -> list[mx.array]:
         return [array for _, leaf in leaves(self.cache) for array in adapter_of(leaf).arrays(leaf)]
@@ -164,6 +213,8 @@ class TokenSequence:
         self.passes.prefill(start, len(tokens))
         self.num_fed = end
         self._torn = None
+        if self._marking and end >= self.marks.next_position:
+            self.marks.take(self.cache, end)
 
     def step(self, token: mx.array) -> mx.array:
         """Build one decode pass for `token` (uint32 (1,), possibly not evaluated yet) without waiting for it.
@@ -189,10 +240,13 @@ class TokenSequence:
         self.passes.decode(self.num_fed)
         self.num_fed += 1
         self._torn = None
+        if self._marking and self.num_fed >= self.marks.next_position:
+            self.marks.take(self.cache, self.num_fed)
 
     def failed_eval(self) -> None:
         """An evaluation raised: whatever the arrays hold now may be garbage; rebuild before the next pass."""
         self._torn = _Tear.UNKNOWN
+        self.marks.cut(0)  # the newest may share what failed
 
     @property
     def torn(self) -> bool:
@@ -201,23 +255,83 @@ class TokenSequence:
 
     # -- going back ----------------------------------------------------------------------------------------------
 
-    def rewind(self, position: int) -> int:
+    def rewind(self, position: int, *, cancel: CancelToken = NEVER) -> int:
         """Make the ledger end at `position` or before it, and say where it ends now.
 
-        A cache that can be trimmed ends exactly there. One that can't (wrapped ring, recurrent state) is emptied: the
-        caller prefills from the returned position, which is then 0. `ids` behind the new end and `ahead` are dropped.
+        A cache that can be trimmed ends exactly there. One that can't (wrapped ring, recurrent state) goes back to the
+        last mark before it, and runs what few passes led from there to `position` again, a checkpoint before each; if
+        the mark is far, or there is none, the caller prefills from the returned position. `ids` behind the new end and
+        `ahead` are dropped; after `Cancelled` they are still there.
         """
         if not 0 <= position <= self.num_fed:
             raise InvalidValueError(f"can't rewind to token {position}: the cache holds {self.num_fed}")
-        self.repair()
+        self.repair(cancel)
         if position < self.num_fed:
             if self.can_trim_to(position):
                 self._trim_to(position)
             else:
-                self.reset()
+                self._back_to_mark(position, cancel)
         del self.ids[self.num_fed :]
+        self.marks.cut(self.num_fed)
         self.ahead = None
         return self.num_fed
+
+    def _back_to_mark(self, position: int, cancel: CancelToken) -> None:
+        kept = PassLog(list(self.passes.entries))
+        position = kept.boundary(position)
+        kept.trim(position)
+        if not self.to_mark(position):
+            self.reset()
+        elif position - self.num_fed <= self.options.mark_every:
+            self._rebuilding = (tuple(kept.entries), position)
+            self.repair(cancel)
+
+    def to_mark(self, position: int) -> bool:
+        """Go back to the last usable mark at or before `position`; False if there is none."""
+        mark = self.mark_before(position)
+        if mark is None:
+            return False
+        self._torn = _Tear.UNKNOWN
+        for _, leaf in leaves(self.cache):
+            if adapter_of(leaf).appends:
+                adapter_of(leaf).trim(leaf, self.num_fed - mark.position)
+        restore_mark(self.cache, mark)
+        self._recurrent_leaves = None
+        self.num_fed = mark.position
+        self.passes.trim(mark.position)
+        self._torn = None
+        return True
+
+    def mark_before(self, position: int) -> StateMark | None:
+        """The last state mark from which the passes up to `position` could be run again."""
+        mark = self.marks.before(position)
+        return None if mark is None or self._quantized_behind(mark.position) else mark
+
+    def go_back(self, position: int) -> int:
+        """Make the ledger end at `position`; the passes that a cache must run again for that are run by `repair`, which
+        the next use calls. Returns where it will end: before `position` only if that is inside a prefill pass of a
+        cache that can't be trimmed. `ids` stay.
+        """
+        if position > self.num_fed and not self.torn:
+            return self.num_fed
+        if self._rebuilding is None and self._torn is None and self.can_trim_to(position):
+            self._trim_to(position)
+            self.marks.cut(position)
+        else:
+            passes, former = (self.passes.entries, self.num_fed) if self._rebuilding is None else self._rebuilding
+            kept = PassLog(list(passes))
+            position = kept.boundary(min(position, former))
+            kept.trim(position)
+            self.marks.cut(position)
+            if self._torn is None and not self._reachable(position):
+                self._torn = _Tear.UNKNOWN
+            self._rebuilding = (tuple(kept.entries), position)
+        self.ahead = None
+        return position
+
+    def _reachable(self, position: int) -> bool:
+        """Whether running passes again can begin somewhere: where the cache is, or at a mark, which it then is at."""
+        return self.num_fed <= position or self.to_mark(position)
 
     def retract(self, position: int) -> None:
         """Make the ledger end at `position` exactly, and drop what follows it: by trimming, or else by running the
@@ -230,20 +344,16 @@ class TokenSequence:
 
         Needed only after an evaluation failed and took the sampled token with it.
         """
-        self._go_back(self.num_fed - 1)
+        position = self.num_fed - 1
+        self._go_back(position)
+        if self.num_fed < position:
+            self.feed(position)
 
     def _go_back(self, position: int) -> None:
         self.repair()
         self.ahead = None
-        if position >= self.num_fed:
-            return
-        if self.can_trim_to(position):
-            self._trim_to(position)
-        else:
-            kept = PassLog(list(self.passes.entries))
-            kept.trim(position)
-            self._torn = _Tear.UNKNOWN
-            self._rebuilding = (tuple(kept.entries), position)
+        if position < self.num_fed:
+            self.go_back(position)
             self.repair()
 
     def repair(self, cancel: CancelToken = NEVER) -> None:
@@ -353,11 +463,14 @@ class TokenSequence:
             self.evaluate()
         self.committed()
 
+    def empty_cache(self) -> list[Any]:
+        """New caches of the kinds this sequence began with."""
+        return make_cache(self._module, self.options) if self._empty is None else copy.deepcopy(self._empty)
+
     def reset(self) -> None:
         """Empty the cache; `ids` stay, all of them to be fed again."""
         self._torn = _Tear.UNKNOWN  # until the end, should an exception come between
-        empty = self._empty
-        self.cache[:] = make_cache(self._module, self.options) if empty is None else copy.deepcopy(empty)
+        self.cache[:] = self.empty_cache()
         self._recurrent_leaves = None
         self.num_fed = 0
         self.passes = PassLog()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import weakref
@@ -16,12 +17,13 @@ from mlxgen.cancellation import NEVER, CancelToken
 from mlxgen.decode import processor_memory
 from mlxgen.errors import InvalidValueError, MediaError, MlxgenError, SessionBusyError, SnapshotError
 from mlxgen.events import Event, Finished, InputProgress, Usage
-from mlxgen.history import History, Reply, Turn, token_data
+from mlxgen.history import History, Mark, Reply, Turn, token_data
 from mlxgen.inputs import PreparedMedium
 from mlxgen.models.model import Model
 from mlxgen.options import ReplyOptions, SessionOptions
 from mlxgen.owner import last_event, stream_from_owner
 from mlxgen.persist import AutosavePolicy, Keeper
+from mlxgen.positions import Place, Score, ids_of, place_of_mark, place_of_token, put, reopen, rewind, score
 from mlxgen.preparation import require_vision
 from mlxgen.reply import ReplyRun, finished_event, media_events, rebuild_text
 from mlxgen.request import Part
@@ -47,6 +49,7 @@ class Session:
         self.state = SessionState(model, options)
         self._keeper: Keeper | None = None
         self._active: Generator[Event] | Generator[InputProgress] | None = None
+        self._reply_run: ReplyRun | None = None
         self.notes: tuple[str, ...] = ()
         self.state.record(
             "session", {"options": options.to_json(), "created": datetime.now().isoformat(timespec="seconds")}
@@ -275,6 +278,13 @@ class Session:
     def _start(
         self, reply: ReplyOptions, *, continued: bool, limit: int | None, added: bool = False, cancel: CancelToken
     ) -> Iterator[Event]:
+        reply = self._record_reply(reply, continued=continued, limit=limit)
+        self._reply_run = run = ReplyRun(self.state, reply, cancel)
+        self._active = events = self._run(run, added)
+        return events
+
+    def _record_reply(self, reply: ReplyOptions, *, continued: bool, limit: int | None) -> ReplyOptions:
+        """Begin or go on with a reply; its options with their seed settled."""
         sampling = reply.sampling if reply.sampling.greedy else reply.sampling.with_seed()
         reply = replace(reply, sampling=sampling)
         current = self.history.reply
@@ -289,8 +299,7 @@ class Session:
         if pending is not None:
             data["pending"] = token_data(pending)
         self.state.record("reply", data)
-        self._active = events = self._run(ReplyRun(self.state, reply, cancel), added)
-        return events
+        return reply
 
     def _pending(self) -> Sampled | None:
         """The unseen token: sampled with the options the reply had so far, it is its next one with any options."""
@@ -313,6 +322,175 @@ class Session:
         if self.state.reply_options is not None and reply is self.history.reply:
             return self.state.reply_options  # with processors that may be foreign: in memory they go on
         return ReplyOptions.from_json(reply.options)
+
+    # -- positions ---------------------------------------------------------------------------------------------------
+
+    @property
+    def marks(self) -> tuple[Mark, ...]:
+        """The marks whose place still exists, in the order they were set; part of the snapshot."""
+        return tuple(self.history.points)
+
+    def mark(self) -> Mark:
+        """Remember this place, to `rewind` to it. May be called between two events of a running reply."""
+        self._settle_active()
+        self.state.record("point", {"number": self.history.num_points})
+        self.sequence.mark()
+        return self.history.points[-1]
+
+    def rewind(self, to: Mark | None = None, *, num_turns: int | None = None, num_tokens: int | None = None) -> None:
+        """Make the conversation end at an earlier place: a mark, after so many turns, or after so many of its token ids
+        (which must be the end of a reply, or inside one); with none of them, before the last reply.
+
+        Costs no forward pass. The next run feeds what is new, and where a cache can't be trimmed (sliding window past
+        its end, recurrent state) runs the passes since its last state mark again. A running reply is stopped first. A
+        reply that was cut goes on with `continue_()`. Raises `InvalidValueError` for a place that doesn't exist and
+        changes nothing then.
+        """
+        if sum(given is not None for given in (to, num_turns, num_tokens)) > 1:
+            raise InvalidValueError("rewind() takes one place: a mark, num_turns or num_tokens")
+        self._close_active()
+        state = self.state
+        if to is not None:
+            place = place_of_mark(state, to)
+        elif num_turns is not None:
+            place = Place(num_turns)
+        elif num_tokens is not None:
+            place = place_of_token(state, num_tokens)
+        else:
+            if self.history.reply is None:
+                raise InvalidValueError("the conversation doesn't end with a reply; say where to rewind to")
+            place = Place(len(self.history.turns) - 1)
+        self._require_processors_allow(place)
+        rewind(state, place)
+
+    def _require_processors_allow(self, place: Place) -> None:
+        """A processor of the user's own remembers where it is now, and where the last run began; nothing between."""
+        options, reply = self.state.reply_options, self.history.reply
+        if options is None or reply is None or place.num_tokens is None or place.num_turns != len(self.history.turns):
+            return
+        if place.num_tokens == len(reply.tokens) or not any(map(is_resumable, options.processors)):
+            return
+        resumed = reply.resumed
+        if resumed is None or resumed.num_tokens != place.num_tokens or not resumed.memory:
+            raise InvalidValueError(
+                f"can't rewind to token {place.num_tokens} of this reply: its custom logits processors don't know what "
+                "they were there; rewind to where a run of it began, or to a turn"
+            )
+        for processor, memory in zip(filter(is_resumable, options.processors), resumed.memory, strict=True):
+            processor.restore(memory)
+
+    def fork(self) -> Session:
+        """An independent session that has come to exactly the same place; sampling goes on the same way in both.
+
+        Runs nothing and copies no arrays: MLX copies the caches of the side that goes on first (their size in memory,
+        once), and the copy is freed with the fork. Not saved anywhere until `save` or `autosave`. May be called between
+        two events of a running reply. Custom logits processors are deep-copied.
+        """
+        self._settle_active()
+        self.state.agree()
+        twin = copy.copy(self)
+        twin.state = self.state.fork()
+        twin._keeper = twin._active = twin._reply_run = None
+        return twin
+
+    def branch(self, num_branches: int, *, reply: ReplyOptions, cancel: CancelToken = NEVER) -> list[Session]:
+        """So many forks that answer (or go on) here, each with its own seed: `continue_()` runs one of them.
+
+        The prompt is prefilled once, here, before. The seeds are those of `reply.sampling` counted up (a random one if
+        it has none); with temperature 0 all branches say the same. Raises `Cancelled` if the prefill was stopped; what
+        was done of it stays. Each branch that runs holds a copy of the caches until it is dropped, or `park()`ed.
+        """
+        if num_branches < 1:
+            raise InvalidValueError(f"{num_branches} branches; give 1 or more")
+        reply.validate(self.model.vocab_size)
+        sampling = reply.sampling.with_seed()
+        if self.history.reply is None or not self.history.reply.tokens:
+            self.prefill(cancel=cancel)
+        branches = [self.fork() for _ in range(num_branches)]
+        for number, branch in enumerate(branches):
+            assert sampling.seed is not None
+            own = replace(sampling, seed=(sampling.seed + number) % 2**64)
+            branch._open_reply(replace(reply, sampling=own))
+        return branches
+
+    def _open_reply(self, reply: ReplyOptions) -> None:
+        """Begin a reply (or let the one there is go on) with these options, without running anything."""
+        current = self.history.reply
+        if current is None:
+            self._record_reply(reply, continued=False, limit=reply.max_tokens)
+            return
+        if current is self.history.laid_out and current.tokens:
+            self.state.back_to(len(current.tokens))  # drops the token that was sampled ahead with the old options
+        limit = None if reply.max_tokens is None else len(current.tokens) + reply.max_tokens
+        self._record_reply(reply, continued=True, limit=limit)
+
+    def prefill(self, *, cancel: CancelToken = NEVER) -> None:
+        """Bring the prompt of the turns there are into the cache, media and all; the conversation stays as it is.
+
+        Raises `Cancelled` if it was stopped; a second call goes on with the rest.
+        """
+        if self.history.reply is not None and self.history.reply.tokens:
+            raise InvalidValueError("the conversation ends with a reply; its prompt is in the cache already")
+        finished = self.send(reply=ReplyOptions(max_tokens=0), cancel=cancel)
+        self.drop_reply()
+        finished.raise_if_cancelled()
+
+    def edit(self, turn: int, text: str, *, keep_later: bool = False) -> None:
+        """Give turn number `turn` (from 0) another text. What follows it is taken back, or stays (`keep_later`).
+
+        Media of the turn stay where they were, before the text. The next run prefills from the first token that
+        differs. A reply may be edited too: it then says `text`.
+        """
+        self._close_active()
+        turns = self.history.turns
+        if not 0 <= turn < len(turns):
+            raise InvalidValueError(f"turn {turn} of {len(turns)}; give 0 to {len(turns) - 1}")
+        data: dict[str, Any] = {"turn": turn, "keep_later": keep_later}
+        if turns[turn].reply is None:
+            media = [{"medium": part} for part in turns[turn].parts if isinstance(part, int)]
+            data |= {"role": turns[turn].role, "parts": [*media, _checked_text(text)]}
+        else:
+            data["ids"] = ids_of(self.state, text)
+        self.state.record("edit", data)
+        self.state.reply_options = None
+
+    def append_text(self, text: str) -> None:
+        """Put words into the model's mouth: the reply begins, or goes on, with `text`, special tokens in it included.
+
+        `continue_()` goes on from there. Nothing is run now. The text counts as shown, and isn't looked at for stops.
+        """
+        self.append_tokens(ids_of(self.state, text))
+
+    def append_tokens(self, ids: Sequence[int]) -> None:
+        """The same with token ids."""
+        self._close_active()
+        checked = ids_of(self.state, ids)
+        if self.history.reply is None:
+            if not any(turn.role == "user" for turn in self.history.turns):
+                raise InvalidValueError("there is nothing to reply to: add a user turn first")
+            self._record_reply(DEFAULT_REPLY, continued=False, limit=DEFAULT_REPLY.max_tokens)
+        put(self.state, checked)
+        reply = self.history.reply
+        assert reply is not None
+        stream = rebuild_text(self.model.tokenizer, reply)
+        while stream.stop_hit is not None:
+            stream.release()
+            self.state.record("mark", [len(reply.tokens), "release"])
+
+    def score(self, continuation: str | Sequence[int], *, cancel: CancelToken = NEVER) -> Score:
+        """How likely the model finds `continuation` (text, or ids) as what comes next; the session stays as it is.
+
+        Its prompt is prefilled if it isn't yet (and kept). The continuation itself is fed to a fork, so it costs a copy
+        of the caches while it runs. Raises `Cancelled`.
+        """
+        self._settle_active()
+        ids = ids_of(self.state, continuation)
+        if self.history.reply is None or not self.history.reply.tokens:
+            self._close_active()
+            self.prefill(cancel=cancel)
+        twin = self.fork()
+        reopen(twin.state)
+        return score(twin.state, ids, cancel=cancel)
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
@@ -406,25 +584,36 @@ class Session:
 
     def _run_ended(self) -> None:
         """The run has settled. Saving comes here: after the last event, so that it doesn't delay it."""
-        self._active = None
+        self._active = self._reply_run = None
         self.state.heal()
+        self.sequence.mark()
         # After an error inside a pass the cache isn't worth saving before it is repaired, which the next call does; the
         # journal has everything.
         if self._keeper is not None and self.state.agreed and not self.sequence.torn:
             self._save_quietly(self._keeper)
 
     def _close_active(self) -> None:
+        active = self._idle_active()
+        if active is not None:
+            active.close()
+            self._active = None
+        self.state.heal()
+
+    def _idle_active(self) -> Generator[Event] | Generator[InputProgress] | None:
+        """The generator of the reply under way, which is between two events. Raises `SessionBusyError` if it isn't."""
         active = self._active
-        if active is None:
-            self.state.heal()
-            return
-        if cast("GeneratorType[Event, None, None]", active).gi_running:
+        if active is not None and cast("GeneratorType[Event, None, None]", active).gi_running:
             raise SessionBusyError(
                 "another thread is in the middle of this session's reply; cancel its token and wait for its last event"
             )
-        active.close()
-        self._active = None
-        self.state.heal()
+        return active
+
+    def _settle_active(self) -> None:
+        """Bring a reply under way to where its state can be looked at; it goes on afterwards."""
+        if self._idle_active() is not None and self._reply_run is not None:
+            self._reply_run.settle()
+        else:
+            self.state.heal()
 
 
 def model_record(model: Model) -> dict[str, Any]:

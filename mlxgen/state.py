@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from typing import Any, Literal, Protocol
 
@@ -132,6 +133,53 @@ class SessionState:
         if sequence.num_fed < self.history.num_fed:
             sequence.replay(self.history.passes.entries, self.history.num_fed, cancel=cancel)
 
+    def back_to(self, num_tokens: int, *, banned: int | None = None) -> None:
+        """Keep the first `num_tokens` tokens of the last reply. No forward pass now; what a cache that can't be trimmed
+        must run again comes with the next run. `banned`: an id that may not stand there.
+        """
+        history, sequence = self.history, self.sequence
+        reply = history.reply
+        assert reply is not None
+        data: dict[str, Any] = {"turns": len(history.turns), "tokens": num_tokens}
+        if reply is history.laid_out and reply.start is not None:
+            end = reply.start + num_tokens
+            data["keep"] = sequence.go_back(end - 1)
+            del sequence.ids[end:]
+        if banned is not None:
+            data["banned"] = banned
+        self.record("rewind", data)
+
+    def put(self, ids: Sequence[int]) -> None:
+        """Make `ids` the next tokens of the last reply, as if the model had chosen them. They are fed with the next
+        run."""
+        self.agree()
+        data: dict[str, Any] = {"ids": list(ids)}
+        memory = self.processor_states()
+        if memory:
+            data["memory"] = memory
+        if self.history.reply is self.history.laid_out:
+            self.sequence.ahead = None
+            data["fed"] = self.sequence.end
+            self.sequence.ids += ids
+        self.record("append", data)
+
+    def fork(self) -> SessionState:
+        """The same conversation for another session; nothing is run and no array is copied (`TokenSequence.fork`)."""
+        if self.owed is not None:
+            raise InvalidValueError(
+                "this resumed session must encode its media again before it can be forked; go on with its reply first"
+            )
+        twin = copy.copy(self)
+        twin.sequence = self.sequence.fork()
+        twin.history = self.history.fork()
+        twin.media = [medium.fork() for medium in self.media]
+        twin.sources = list(self.sources)
+        twin.journal = None
+        if self.reply_options is not None and self.reply_options.processors:
+            processors = tuple(copy.deepcopy(processor) for processor in self.reply_options.processors)
+            twin.reply_options = replace(self.reply_options, processors=processors)
+        return twin
+
     def place_media(self) -> None:
         """Say to the sequence which media stand where in its ids, as the history has it. All must be encoded."""
         layout = self.history.layout
@@ -231,8 +279,11 @@ class SessionState:
 
     # -- the prompt ----------------------------------------------------------------------------------------------------
 
-    def prompt(self) -> Prompt:
-        """The ids of the whole conversation up to where the open reply begins; earlier replies keep their own ids."""
+    def prompt(self, *, locate_replies: bool = False) -> Prompt:
+        """The ids of the whole conversation up to where the open reply begins; earlier replies keep their own ids.
+
+        Where these stand is only found out with media, or `locate_replies`.
+        """
         media = [self.media[index] for index in self.media_in_use()]
         if self.options.raw:
             return self._raw_prompt(media)
@@ -250,7 +301,7 @@ class SessionState:
                 reply_ids[len(messages)] = ids
                 messages.append(chat_message(self.model, "assistant", [self.model.tokenizer.decode(ids)]))
         created = datetime.fromisoformat(self.history.session["created"])
-        conversation = PromptSource(messages, reply_ids, self.options.template_options, created)
+        conversation = PromptSource(messages, reply_ids, self.options.template_options, created, locate_replies)
         return chat_prompt(self.model, conversation, media)
 
     def _part_of(self, index: int) -> MediaPart:

@@ -160,6 +160,10 @@ class ChatTokenizer:
         ids = self._encode_text(checked_text(text, "the prompt"), plain=False, first=True)
         return self._with_bos(ids) if add_special else ids
 
+    def encode_continuation(self, text: str) -> list[int]:
+        """Text that follows other tokens, special tokens in it included; nothing is put in front of it."""
+        return self._encode_text(checked_text(text, "the text"), plain=False, first=False)
+
     # -- rendering
 
     @cached_property

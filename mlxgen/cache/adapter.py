@@ -9,6 +9,7 @@ longer bit-identical).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -253,18 +254,16 @@ def adapter_of(leaf: Any) -> CacheAdapter:
 
 def leaves(cache: Sequence[Any]) -> list[tuple[str, Any]]:
     """(path, leaf) of every leaf, layer by layer; the path is "3" or, inside a `CacheList`, "3.1"."""
-    found: list[tuple[str, Any]] = []
+    return [leaf for index, entry in enumerate(cache) for leaf in _leaves_of(str(index), entry)]
 
-    def visit(path: str, entry: Any) -> None:
-        if isinstance(entry, kinds.CacheList):
-            for index, child in enumerate(entry.caches):
-                visit(f"{path}.{index}", child)
-        elif entry is not None:
-            found.append((path, entry))
 
-    for index, entry in enumerate(cache):
-        visit(str(index), entry)
-    return found
+def _leaves_of(path: str, entry: Any) -> Iterator[tuple[str, Any]]:
+    # No closure that calls itself: such a cycle would keep the arrays until the garbage collector comes.
+    if isinstance(entry, kinds.CacheList):
+        for index, child in enumerate(entry.caches):
+            yield from _leaves_of(f"{path}.{index}", child)
+    elif entry is not None:
+        yield path, entry
 
 
 def can_trim(cache: Sequence[Any], num_tokens: int) -> bool:
@@ -276,3 +275,31 @@ def trim(cache: Sequence[Any], num_tokens: int) -> None:
     """Take the last `num_tokens` tokens out of every layer; only after `can_trim` said yes."""
     for _, leaf in leaves(cache):
         adapter_of(leaf).trim(leaf, num_tokens)
+
+
+def fork(cache: Sequence[Any]) -> list[Any]:
+    """Caches that hold the same and can go another way: the arrays are shared until one of the two writes.
+
+    MLX copies an array that somebody else holds before it changes it in place, so the first token after a fork costs
+    one copy of what it writes to, on either side but not on both. Copies nothing and evaluates nothing by itself.
+    """
+    return [fork_entry(entry) for entry in cache]
+
+
+def fork_entry(entry: Any) -> Any:
+    """The same for one layer's cache, or for one leaf."""
+    if entry is None:
+        return None
+    twin = copy.copy(entry)
+    for name, value in vars(entry).items():
+        setattr(twin, name, _shared(value))
+    return twin
+
+
+def _shared(value: Any) -> Any:
+    # An update in place changes the array *object*: each side needs its own, on the same memory.
+    if isinstance(value, mx.array):
+        return copy.copy(value)
+    if isinstance(value, list | tuple):
+        return type(value)(map(_shared, value))
+    return fork_entry(value) if hasattr(type(value), "state") else value

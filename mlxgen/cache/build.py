@@ -24,12 +24,17 @@ class CacheOptions:
     `max_kv_size`: tokens a plain KV cache keeps (older ones, but the first 4, are overwritten). `kv_bits`: quantise
     plain KV caches in groups of `kv_group_size` from the pass on after which they hold at least `quantized_kv_start`
     tokens.
+
+    Caches that can't be trimmed are remembered every `mark_every` tokens, in at most `max_mark_bytes` (but the newest
+    mark stays): going back runs the passes since the last mark before the target again.
     """
 
     max_kv_size: int | None = None
     kv_bits: int | None = None
     kv_group_size: int = 64
     quantized_kv_start: int = 5000
+    mark_every: int = 64
+    max_mark_bytes: int = 256 * 2**20
 
     def validate(self) -> None:
         if self.max_kv_size is not None and not 8 <= self.max_kv_size < 2**31:
@@ -40,6 +45,10 @@ class CacheOptions:
             raise InvalidValueError(f"kv_group_size is {self.kv_group_size}; give 32, 64 or 128")
         if not 0 <= self.quantized_kv_start < 2**31:
             raise InvalidValueError(f"quantized_kv_start is {self.quantized_kv_start}; give 0 or more tokens")
+        if not 1 <= self.mark_every < 2**31:
+            raise InvalidValueError(f"mark_every is {self.mark_every}; give 1 or more tokens (64 is usual)")
+        if not 0 <= self.max_mark_bytes < 2**63:
+            raise InvalidValueError(f"max_mark_bytes is {self.max_mark_bytes}; give 0 or more bytes")
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

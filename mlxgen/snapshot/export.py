@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlxgen.cache import adapter_of, leaves
+from mlxgen.cache import StateMark, adapter_of, leaves
 from mlxgen.errors import UnsupportedError
 from mlxgen.inputs import PreparedMedium
 from mlxgen.sequence import Sampled, TokenSequence
@@ -185,6 +185,40 @@ def _segments(growing: Sequence[tuple[str, Any, Any]], start: int, end: int) -> 
         }
         mx.eval(list(arrays.values()))
         yield "kv", {name: to_host(rows) for name, rows in arrays.items()}, {"start": first, "end": last}
+
+
+def export_marks(
+    marks: Sequence[StateMark], saved: MutableMapping[int, StateMark]
+) -> Iterator[tuple[str, dict[str, HostArray], dict[str, Any]]]:
+    """Files for the state marks that aren't in one yet; `saved` has those that are, by position, and is brought up to
+    date: what of it isn't among `marks` any more is void."""
+    wanted = {mark.position: mark for mark in marks}
+    for position in [position for position, mark in saved.items() if wanted.get(position) is not mark]:
+        del saved[position]
+    for position, mark in wanted.items():
+        if position not in saved:
+            state = {
+                f"{path}/{name}": array
+                for path, leaf in mark.leaves.items()
+                for name, array in adapter_of(leaf).whole(leaf).items()
+            }
+            mx.eval(list(state.values()))
+            yield "mark", {name: to_host(array) for name, array in state.items()}, {"position": position}
+            saved[position] = mark
+
+
+def marks_to_json(saved: Mapping[int, StateMark]) -> list[dict[str, Any]]:
+    """What a manifest says of the state marks in its files."""
+    return [
+        {
+            "position": position,
+            "leaves": [
+                {"path": path, "kind": adapter_of(leaf).kind, "meta": adapter_of(leaf).meta(leaf)}
+                for path, leaf in mark.leaves.items()
+            ],
+        }
+        for position, mark in sorted(saved.items())
+    ]
 
 
 def trim_entries(files: Sequence[FileEntry], keep: int) -> list[FileEntry]:

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlxgen.cache import adapter_of, leaves, trim
+from mlxgen.cache import StateMark, adapter_of, leaves, trim
 from mlxgen.cache.build import quantize_empty
 from mlxgen.cancellation import NEVER, CancelToken
 from mlxgen.errors import MlxgenError, SnapshotError
@@ -38,7 +38,7 @@ def restore_cache(
     try:
         _check_passes(state)
         _prepare_leaves(sequence, state)
-        _check_layout(sequence, state)
+        _check_layout(sequence, state, sequence.cache)
         by_path = {path: (leaf, adapter_of(leaf)) for path, leaf in leaves(sequence.cache)}
         metas = {path: meta for path, _, meta in state.leaves}
         _restore_rows(store, manifest.of_kind("kv"), by_path, metas, state.position, cancel)
@@ -75,16 +75,18 @@ def _prepare_leaves(sequence: TokenSequence, state: CacheExport) -> None:
         quantize_empty(sequence.cache, path, int(meta["group_size"]), int(meta["bits"]))
 
 
-def _check_layout(sequence: TokenSequence, state: CacheExport) -> None:
-    """Compare what the manifest says of every cache with the caches this model really fills.
+def _check_layout(sequence: TokenSequence, state: CacheExport, empty: Sequence[Any]) -> None:
+    """Compare what the manifest says of caches with what this model really puts into `empty` ones.
 
     One token goes through the model lazily, into empty caches: that tells shapes and dtypes, and computes nothing.
     """
-    probe = copy.deepcopy(sequence.cache)
+    probe = copy.deepcopy(list(empty))
     sequence.forward(mx.zeros((1,), dtype=mx.uint32), cache=probe, start=0, inputs=None)
     metas = {path: meta for path, _, meta in state.leaves}
-    fresh = dict(leaves(sequence.cache))
+    fresh = dict(leaves(empty))
     for path, filled in leaves(probe):
+        if path not in metas:
+            continue
         adapter, meta = adapter_of(filled), metas[path]
         expected = adapter.meta(filled)
         if state.position == 0 and not meta["arrays"]:
@@ -228,6 +230,39 @@ def _restore_whole(
         mx.eval(adapter.arrays(leaf))
 
 
+def restore_marks(
+    store: SnapshotStore, sequence: TokenSequence, saved: Sequence[Mapping[str, Any]], *, cancel: CancelToken = NEVER
+) -> list[str]:
+    """Give `sequence` the state marks of the current generation. One that can't be used is left out, with a word why:
+    marks only make going back quicker."""
+    manifest = store.manifest
+    entries = {} if manifest is None else {int(entry.meta["position"]): entry for entry in manifest.of_kind("mark")}
+    notes: list[str] = []
+    for one in saved:
+        cancel.checkpoint()
+        try:
+            position = int(one["position"])
+            if not 0 < position <= sequence.num_fed or position not in entries:
+                raise SnapshotError(f"{store.path}: there is no mark at token {position}")
+            found = tuple((str(leaf["path"]), str(leaf["kind"]), leaf["meta"]) for leaf in one["leaves"])
+            restored = _restore_mark(store, sequence, entries[position], CacheExport(position=position, leaves=found))
+            sequence.marks.add(restored)
+        except Exception as error:
+            notes.append(f"a state mark was left out: {error}")
+    return notes
+
+
+def _restore_mark(store: SnapshotStore, sequence: TokenSequence, entry: FileEntry, state: CacheExport) -> StateMark:
+    fresh = sequence.empty_cache()
+    bounded = {path: leaf for path, leaf in leaves(fresh) if not adapter_of(leaf).appends}
+    if [(path, adapter_of(leaf).kind) for path, leaf in bounded.items()] != [(p, kind) for p, kind, _ in state.leaves]:
+        raise SnapshotError(f"{entry.name} is of other caches than this model's")
+    _check_layout(sequence, state, fresh)
+    by_path = {path: (leaf, adapter_of(leaf)) for path, leaf in bounded.items()}
+    _restore_whole(store, [entry], by_path, {path: meta for path, _, meta in state.leaves}, state.position, NEVER)
+    return StateMark(state.position, bounded, pinned=True)
+
+
 def restore_media(
     store: SnapshotStore, states: Sequence[dict[str, Any]], *, cancel: CancelToken = NEVER
 ) -> list[PreparedMedium]:
@@ -295,7 +330,7 @@ def cut_cache(sequence: TokenSequence, position: int) -> bool:
     if excess <= 0:
         return True
     if not sequence.can_trim_to(position):
-        return False
+        return sequence.to_mark(position)
     trim(sequence.cache, excess)
     sequence.num_fed = position
     sequence.passes.trim(position)

@@ -1,0 +1,352 @@
+"""Marks, rewinding, forks, edits, appended text, scores and branches: exact for every kind of cache, and cheap."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+from harness import PROMPT, SETUPS, Outcome, Setup, StopAt, counted, greedy, model, new_session, sampled
+
+from mlxgen.cancellation import Cancelled
+from mlxgen.errors import InvalidValueError
+from mlxgen.events import Token
+from mlxgen.resumption import ResumeOptions, resume
+from mlxgen.sampling import SamplingParams
+from mlxgen.session import Session
+
+SETUPS = {name: replace(setup, cache=replace(setup.cache, mark_every=8)) for name, setup in SETUPS.items()}
+NUM_TOKENS = 30
+each_kind = pytest.mark.parametrize("name", SETUPS)
+each_reply = pytest.mark.parametrize("reply", [greedy(NUM_TOKENS), sampled(NUM_TOKENS)], ids=["greedy", "sampled"])
+
+
+def approximate(setup: Setup) -> bool:
+    """Whether tokens fed in other pieces may give other results: quantised rows, rows that a ring has forgotten."""
+    return setup.cache.kv_bits is not None or setup.cache.max_kv_size is not None
+
+
+def whole(setup: Setup, reply) -> tuple[Session, list]:
+    session = new_session(setup)
+    outcome = Outcome()
+    outcome.take(session.stream(PROMPT, reply=reply))
+    return session, outcome.values
+
+
+def reopened(session: Session, path) -> Session:
+    session.save(path)
+    session.close()
+    return resume(path, options=ResumeOptions(model=session.model))
+
+
+@each_kind
+@each_reply
+def test_rewound_to_any_token_a_reply_says_the_same_again(name, reply) -> None:
+    session, expected = whole(SETUPS[name], reply)
+    start = session.history.reply.start
+    for count in (29, 17, 16, 9, 1, 0):
+        session.rewind(num_tokens=start + count)
+        assert session.position == count
+        outcome = Outcome()
+        outcome.take(session.continue_())
+        assert outcome.values == expected[count:]
+        assert session.reply_text == "".join(value[2] for value in expected)
+
+
+@each_kind
+def test_rewinding_costs_no_pass_but_for_those_since_the_last_state_mark(name) -> None:
+    setup = SETUPS[name]
+    using, forward = counted(setup.kind)
+    session = new_session(setup, using)
+    session.send(PROMPT, reply=greedy(NUM_TOKENS))
+    forward.lengths.clear()
+    session.rewind(num_tokens=session.history.reply.start + 20)
+    assert forward.num_tokens == 0
+    finished = list(session.continue_())[-1]
+    trimmable = setup.kind == "llama" and name != "ring"
+    own = finished.usage.generated_tokens
+    assert own == NUM_TOKENS - 20
+    # The token before is fed again for its logits; the last one is not fed.
+    again = forward.num_tokens - own
+    assert again == 0 if trimmable and name != "quantized-later" else 0 <= again <= 8
+
+
+@each_kind
+@each_reply
+def test_forked_at_any_token_both_sides_say_what_one_would(name, reply) -> None:
+    _, expected = whole(SETUPS[name], reply)
+    session = new_session(SETUPS[name])
+    forks = []
+    outcome = Outcome()
+    for event in session.stream(PROMPT, reply=reply):
+        if isinstance(event, Token):
+            outcome.tokens.append(event)
+            if event.index in (0, 7, 15, 28):
+                forks.append((event.index + 1, session.fork()))
+    assert outcome.values == expected
+    for count, fork in forks:
+        rest = Outcome()
+        rest.take(fork.continue_())
+        assert rest.values == expected[count:]
+
+
+@each_kind
+def test_a_fork_and_its_parent_never_see_each_other(name) -> None:
+    def answer(session: Session, prompt: str) -> list:
+        outcome = Outcome()
+        outcome.take(session.stream(prompt, reply=greedy(6)))
+        return outcome.values
+
+    def alone(prompts: list[str]) -> list:
+        session, _ = whole(SETUPS[name], greedy(NUM_TOKENS))
+        return [answer(session, prompt) for prompt in prompts]
+
+    session, _ = whole(SETUPS[name], greedy(NUM_TOKENS))
+    twin = session.fork()
+    mine = [answer(session, "One."), None, None]
+    theirs = [answer(twin, "Two?")]
+    mine[1] = answer(session, "Three!")
+    theirs.append(answer(twin, "Four."))
+    mine.pop()
+    assert mine == alone(["One.", "Three!"])
+    assert theirs == alone(["Two?", "Four."])
+
+
+@each_kind
+def test_a_fork_costs_neither_passes_nor_memory_and_gives_it_back(name) -> None:
+    setup = SETUPS[name]
+    using, forward = counted(setup.kind)
+    session = new_session(setup, using)
+    session.send(PROMPT, reply=greedy(8))
+    forward.lengths.clear()
+    before = mx.get_active_memory()
+    forks = [session.fork() for _ in range(5)]
+    assert forward.num_tokens == 0
+    assert mx.get_active_memory() - before < 1000
+    for fork in forks:
+        list(fork.continue_(reply=greedy(2)))
+    del forks, fork
+    session.sequence.evaluate()
+    mx.clear_cache()
+    assert mx.get_active_memory() - before < 1000
+
+
+@each_kind
+def test_marks_survive_a_snapshot_and_end_with_their_place(name, tmp_path) -> None:
+    session = new_session(SETUPS[name])
+    reply = greedy(NUM_TOKENS)
+    _, expected = whole(SETUPS[name], reply)
+    empty = session.mark()
+    for event in session.stream(PROMPT, reply=reply):
+        if isinstance(event, Token) and event.index == 11:
+            middle = session.mark()
+    end = session.mark()
+    session.send("And then?", reply=greedy(3))
+    session = reopened(session, tmp_path / "a.mlxgen")
+    assert session.marks == (empty, middle, end)
+    session.rewind(end)
+    assert session.position == NUM_TOKENS
+    assert session.marks == (empty, middle, end)
+    session.rewind(middle)
+    assert session.marks == (empty, middle)
+    outcome = Outcome()
+    outcome.take(session.continue_())
+    assert outcome.values == expected[12:]
+    with pytest.raises(InvalidValueError, match="mark 2 isn't in this conversation"):
+        session.rewind(end)
+    session.rewind(empty)
+    assert [turn.role for turn in session.turns] == ["system"]
+    with pytest.raises(InvalidValueError, match="mark 1"):
+        session.rewind(middle)
+
+
+@each_kind
+@each_reply
+def test_a_rewound_session_resumes_where_it_was(name, reply, tmp_path) -> None:
+    session, expected = whole(SETUPS[name], reply)
+    session.autosave(tmp_path / "a.mlxgen")
+    session.save()
+    session.rewind(num_tokens=session.history.reply.start + 13)
+    session = reopened(session, tmp_path / "b.mlxgen")
+    outcome = Outcome()
+    outcome.take(session.continue_(cancel=StopAt(9)))
+    session = reopened(session, tmp_path / "c.mlxgen")
+    outcome.take(session.continue_())
+    assert outcome.values == expected[13:]
+    # And from the snapshot that was written before the rewind, whose journal says of it.
+    session = resume(tmp_path / "a.mlxgen", options=ResumeOptions(model=session.model))
+    assert session.position == 13
+    outcome = Outcome()
+    outcome.take(session.continue_())
+    assert outcome.values == expected[13:]
+
+
+@each_kind
+def test_rewound_to_an_earlier_reply_the_conversation_goes_on_from_inside_it(name) -> None:
+    setup = SETUPS[name]
+    session = new_session(setup)
+    session.send(PROMPT, reply=greedy(12))
+    first = session.history.reply.ids
+    start = session.history.reply.start
+    session.send("And then?", reply=greedy(5))
+    session.rewind(num_tokens=start + 5)
+    assert [turn.role for turn in session.turns] == ["system", "user", "assistant"]
+    assert session.history.reply.ids == first[:5]
+    finished = list(session.continue_())[-1]
+    assert finished.finish_reason == "length"
+    assert len(session.history.reply.ids) == 12
+    if not approximate(setup):
+        assert session.history.reply.ids == first
+
+
+def test_rewinding_says_what_is_wrong_and_changes_nothing() -> None:
+    session, _ = whole(SETUPS["llama"], greedy(4))
+    session.send("More.", reply=greedy(4))
+    turns, records = session.turns, len(session.history.records)
+    for arguments, message in [
+        ({"num_tokens": 10**6}, "give 0 to"),
+        ({"num_tokens": -1}, "give 0 to"),
+        ({"num_tokens": 3}, "isn't the model's"),
+        ({"num_turns": 9}, "give 0 to 5"),
+        ({"num_turns": 1, "num_tokens": 1}, "one place"),
+    ]:
+        with pytest.raises(InvalidValueError, match=message):
+            session.rewind(**arguments)
+    assert (session.turns, len(session.history.records)) == (turns, records)
+    session.rewind(num_turns=5)
+    session.rewind(num_tokens=len(session.history.ids))
+    assert len(session.history.records) == records
+    session.rewind()
+    assert len(session.turns) == 4
+
+
+@each_kind
+def test_words_put_into_the_models_mouth_are_as_if_it_had_said_them(name, tmp_path) -> None:
+    setup = SETUPS[name]
+    using, forward = counted(setup.kind)
+    session = new_session(setup, using)
+    session.add(PROMPT)
+    session.append_text("It waits, ")
+    assert session.reply_text == "It waits, "
+    outcome = Outcome()
+    outcome.take(session.continue_(reply=greedy(6), cancel=StopAt(5)))
+    session.append_text("and then ")
+    session = reopened(session, tmp_path / "a.mlxgen")
+    finished = list(session.continue_(reply=greedy(4)))[-1]
+    text = finished.text
+    assert text.startswith("It waits, ") and "and then " in text
+    # The same ids prefilled from scratch give the same next token.
+    again = new_session(setup)
+    again.add(PROMPT)
+    again.append_tokens(session.history.reply.ids[:-1])
+    list(again.continue_(reply=greedy(1)))
+    if not approximate(setup):
+        assert again.history.reply.ids == session.history.reply.ids
+
+
+def test_after_the_token_that_ended_a_reply_nothing_is_appended() -> None:
+    session = new_session(SETUPS["llama"])
+    session.send(PROMPT, reply=greedy(5))
+    last = session.history.reply.ids[-1]
+    session.rewind()
+    session.send(None, reply=replace(greedy(5), stop_token_ids=(last,)))
+    before = session.history.reply.ids
+    assert session.history.reply.finish["stop_token"] == last
+    session.append_text("So.")
+    assert last not in session.history.reply.ids[len(before) - 1 :]
+    assert session.reply_text.endswith("So.")
+
+
+@each_kind
+def test_an_edited_turn_is_prefilled_from_the_change(name) -> None:
+    setup = SETUPS[name]
+    using, forward = counted(setup.kind)
+    session = new_session(setup, using)
+    session.send("A long beginning that stays as it is, word for word. Blue?", reply=greedy(4))
+    session.send("Second.", reply=greedy(4))
+    forward.lengths.clear()
+    session.edit(1, "A long beginning that stays as it is, word for word. Green!")
+    assert [turn.role for turn in session.turns] == ["system", "user"]
+    assert forward.num_tokens == 0
+    session.send(None, reply=greedy(4))
+    edited = session.history.ids
+    fresh = new_session(setup)
+    fresh.send("A long beginning that stays as it is, word for word. Green!", reply=greedy(4))
+    if not approximate(setup):
+        assert fresh.history.ids == edited
+    assert forward.num_tokens - 4 < fresh.history.reply.start - 20
+
+
+def test_an_edit_may_keep_what_follows_and_may_be_of_a_reply(tmp_path) -> None:
+    session = new_session(SETUPS["llama"])
+    session.send("One.", reply=greedy(4))
+    session.send("Two.", reply=greedy(4))
+    session.edit(2, "I said nothing.", keep_later=True)
+    assert [turn.role for turn in session.turns] == ["system", "user", "assistant", "user", "assistant"]
+    session = reopened(session, tmp_path / "a.mlxgen")
+    session.rewind()
+    session.send(None, reply=greedy(4))
+    assert "I said nothing." in session.model.tokenizer.decode(session.history.ids)
+
+
+@each_kind
+def test_a_score_is_what_the_model_thinks_and_changes_nothing(name) -> None:
+    session, _ = whole(SETUPS[name], greedy(9))
+    reply = session.history.reply
+    before = (session.history.ids, session.ledger, session.turns, session.reply_text)
+    known = [token.logprob for token in reply.tokens[4:]]
+    base = new_session(SETUPS[name])
+    base.send(PROMPT, reply=greedy(4))
+    found = base.score(reply.ids[4:])
+    if not approximate(SETUPS[name]):
+        assert list(found.logprobs) == pytest.approx(known, abs=1e-3)
+    session.score("something else")
+    assert (session.history.ids, session.ledger, session.turns, session.reply_text) == before
+    rest = Outcome()
+    rest.take(base.continue_(reply=greedy(5)))
+    if not approximate(SETUPS[name]):
+        assert base.history.reply.ids == reply.ids
+
+
+def test_a_score_of_a_first_reply_prefills_once_and_can_be_stopped() -> None:
+    using, forward = counted("llama")
+    session = new_session(SETUPS["llama"], using)
+    session.add(PROMPT)
+    with pytest.raises(Cancelled):
+        session.score("Yes.", cancel=StopAt(2))
+    first = session.score("Yes.")
+    forward.lengths.clear()
+    other = session.score("No, never.")
+    assert forward.num_tokens == len(other.ids)
+    assert len(first.logprobs) == len(first.ids)
+    assert first.total == pytest.approx(sum(first.logprobs))
+    assert session.history.reply is None
+    with pytest.raises(InvalidValueError, match="empty"):
+        session.score("")
+
+
+@each_kind
+def test_branches_differ_by_their_seeds_only_and_share_the_prompt(name) -> None:
+    setup = SETUPS[name]
+    using, forward = counted(setup.kind)
+    session = new_session(setup, using)
+    session.add(PROMPT)
+    reply = replace(greedy(6), sampling=SamplingParams(temperature=1.5, seed=7))
+    branches = session.branch(3, reply=reply)
+    prompt = forward.num_tokens
+    texts = [list(branch.continue_())[-1].text for branch in branches]
+    assert forward.num_tokens - prompt == 3 * 6
+    assert len(set(texts)) > 1
+    for number, text in enumerate(texts):
+        alone = new_session(setup)
+        own = replace(reply, sampling=replace(reply.sampling, seed=7 + number))
+        assert alone.send(PROMPT, reply=own).text == text
+    # From the middle of a reply, too; the token that was sampled ahead isn't used.
+    session.send(None, reply=reply, cancel=StopAt(4))
+    middle = session.history.reply.ids
+    assert 0 < len(middle) < 6
+    for branch in session.branch(2, reply=reply):
+        list(branch.continue_())
+        assert branch.history.reply.ids[: len(middle)] == middle
+        assert len(branch.history.reply.ids) == len(middle) + 6
+    assert model(setup.kind) is not None
