@@ -25,8 +25,10 @@ class PrefillPlan:
         return tuple(end for end in self.ends if end > position)
 
 
-def plan_prefill(start: int, end: int, step_size: int, atomic: Sequence[tuple[int, int]] = ()) -> PrefillPlan:
-    """Cut `[start, end)` at the absolute multiples of `step_size`, never inside a half-open range of `atomic`.
+def plan_prefill(
+    start: int, end: int, step_size: int, atomic: Sequence[tuple[int, int]] = (), cuts: Sequence[int] = ()
+) -> PrefillPlan:
+    """Cut `[start, end)` at the absolute multiples of `step_size` and at `cuts`, never inside a range of `atomic`.
 
     The grid is absolute, not relative to `start`: a prompt that was cancelled after two chunks and is asked again, or
     one that begins with a cached prefix, then gets the chunks a cold run gets. A cut that would fall into an atomic
@@ -38,7 +40,7 @@ def plan_prefill(start: int, end: int, step_size: int, atomic: Sequence[tuple[in
     ends: list[int] = []
     position = start
     while position < end:
-        cut = min((position // step_size + 1) * step_size, end)
+        cut = min((position // step_size + 1) * step_size, end, *(own for own in cuts if own > position))
         for first, last in atomic:
             if first < cut < last:
                 cut = first if first > position else min(last, end)

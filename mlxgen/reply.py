@@ -188,7 +188,7 @@ class ReplyRun:
             yield from self._probe(total)
         atomic = () if sequence.inputs is None else sequence.inputs.atomic
         step_size = reply.step_size or state.options.prefill_step_size
-        for end in plan_prefill(sequence.num_fed, len(sequence.ids) - 1, step_size, atomic).ends:
+        for end in plan_prefill(sequence.num_fed, len(sequence.ids) - 1, step_size, atomic, sequence.cuts).ends:
             yield from self._feed(end, total)
 
     def _probe(self, total: int) -> Iterator[PrefillProgress]:

@@ -30,6 +30,7 @@ from mlxgen.cache import (
 )
 from mlxgen.cache import fork as fork_cache
 from mlxgen.cache.marks import restore_mark
+from mlxgen.cache.parking import Parked
 from mlxgen.cancellation import NEVER, CancelToken
 from mlxgen.errors import InvalidValueError
 from mlxgen.inputs import ForwardPass, PreparedInput
@@ -126,6 +127,8 @@ class TokenSequence:
         )
         self._recurrent_leaves: list[Any] | None = None
         self._requantized = False
+        self.base: list[Any] | None = None  # the caches all forks of one place began with, for `park`
+        self._parked: Parked | None = None
         self.marks = StateMarks(options.mark_every, options.max_mark_bytes)
         self._marking = not self._filled_before and any(not adapter_of(leaf).appends for _, leaf in leaves(self.cache))
 
@@ -154,6 +157,34 @@ class TokenSequence:
         if self._marking and not self.torn and self.num_fed:
             self.marks.take(self.cache, self.num_fed, pinned=True)
             self.marks.pin_before(len(self.ids) - 1)
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Where a prefill chunk should end besides: behind media, for caches that only a state mark brings back there.
+
+        A cut less than `mark_every` tokens behind the one before is left out.
+        """
+        if not self._marking or self.inputs is None:
+            return ()
+        ends = {span.medium: span.end for span in self.inputs.spans}
+        cuts: list[int] = []
+        for end in sorted(ends.values()):
+            if end - (cuts[-1] if cuts else 0) >= self.options.mark_every:
+                cuts.append(end)
+        return tuple(cuts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the caches' arrays; 0 while they are parked."""
+        return sum(array.nbytes for array in self.arrays())
+
+    def park(self) -> None:
+        """Give back the memory of what the caches share with `base`; they are put together again by their next use."""
+        if self.base is None or self.torn:
+            return
+        self._parked = Parked(self.cache, self.base)
+        self.cache[:] = []
+        self._recurrent_leaves = None
 
     @property
     def end(self) -> int:
@@ -213,8 +244,11 @@ class TokenSequence:
         self.passes.prefill(start, len(tokens))
         self.num_fed = end
         self._torn = None
-        if self._marking and end >= self.marks.next_position:
-            self.marks.take(self.cache, end)
+        if self._marking:
+            if end in self.cuts:
+                self.marks.take(self.cache, end, pinned=True)
+            elif end >= self.marks.next_position:
+                self.marks.take(self.cache, end)
 
     def step(self, token: mx.array) -> mx.array:
         """Build one decode pass for `token` (uint32 (1,), possibly not evaluated yet) without waiting for it.
@@ -251,7 +285,7 @@ class TokenSequence:
     @property
     def torn(self) -> bool:
         """Whether `repair()` has something to do before the cache is as long as the ledger says."""
-        return self._torn is not None or self._rebuilding is not None
+        return self._torn is not None or self._rebuilding is not None or self._parked is not None
 
     # -- going back ----------------------------------------------------------------------------------------------
 
@@ -366,6 +400,11 @@ class TokenSequence:
         """
         if not self.torn:
             return
+        if self._parked is not None:
+            self.cache[:] = self._parked.restore()
+            self._parked = None
+            if not self.torn:
+                return
         if self._rebuilding is None and self._torn is _Tear.BETWEEN_LAYERS and self._trim_torn():
             self.passes.trim(self.num_fed)
             self._torn = None

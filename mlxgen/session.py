@@ -13,12 +13,14 @@ from pathlib import Path
 from types import GeneratorType
 from typing import Any, cast
 
+from mlxgen.branches import Siblings
 from mlxgen.cancellation import NEVER, CancelToken
 from mlxgen.decode import processor_memory
 from mlxgen.errors import InvalidValueError, MediaError, MlxgenError, SessionBusyError, SnapshotError
 from mlxgen.events import Event, Finished, InputProgress, Usage
 from mlxgen.history import History, Mark, Reply, Turn, token_data
 from mlxgen.inputs import PreparedMedium
+from mlxgen.models.memory import available_bytes
 from mlxgen.models.model import Model
 from mlxgen.options import ReplyOptions, SessionOptions
 from mlxgen.owner import last_event, stream_from_owner
@@ -50,6 +52,7 @@ class Session:
         self._keeper: Keeper | None = None
         self._active: Generator[Event] | Generator[InputProgress] | None = None
         self._reply_run: ReplyRun | None = None
+        self._siblings: Siblings | None = None
         self.notes: tuple[str, ...] = ()
         self.state.record(
             "session", {"options": options.to_json(), "created": datetime.now().isoformat(timespec="seconds")}
@@ -390,15 +393,19 @@ class Session:
         self.state.agree()
         twin = copy.copy(self)
         twin.state = self.state.fork()
-        twin._keeper = twin._active = twin._reply_run = None
+        twin._keeper = twin._active = twin._reply_run = twin._siblings = None
         return twin
 
-    def branch(self, num_branches: int, *, reply: ReplyOptions, cancel: CancelToken = NEVER) -> list[Session]:
+    def branch(
+        self, num_branches: int, *, reply: ReplyOptions, max_bytes: int | None = None, cancel: CancelToken = NEVER
+    ) -> list[Session]:
         """So many forks that answer (or go on) here, each with its own seed: `continue_()` runs one of them.
 
         The prompt is prefilled once, here, before. The seeds are those of `reply.sampling` counted up (a random one if
         it has none); with temperature 0 all branches say the same. Raises `Cancelled` if the prefill was stopped; what
-        was done of it stays. Each branch that runs holds a copy of the caches until it is dropped, or `park()`ed.
+        was done of it stays. A branch that was run holds a copy of the caches until it is dropped; where the copies of
+        all don't fit `max_bytes` (None: half of what is free) those that rest keep only what they don't share, and copy
+        the rest again when they go on. Run them in turn, then.
         """
         if num_branches < 1:
             raise InvalidValueError(f"{num_branches} branches; give 1 or more")
@@ -406,10 +413,15 @@ class Session:
         sampling = reply.sampling.with_seed()
         if self.history.reply is None or not self.history.reply.tokens:
             self.prefill(cancel=cancel)
-        branches = [self.fork() for _ in range(num_branches)]
+        self._settle_active()
+        base = self.fork()
+        base.sequence.base = base.sequence.cache
+        branches = [base.fork() for _ in range(num_branches)]
+        siblings = Siblings(available_bytes() // 2 if max_bytes is None else max_bytes)
         for number, branch in enumerate(branches):
             assert sampling.seed is not None
             own = replace(sampling, seed=(sampling.seed + number) % 2**64)
+            branch._siblings = siblings
             branch._open_reply(replace(reply, sampling=own))
         return branches
 
@@ -587,6 +599,8 @@ class Session:
         self._active = self._reply_run = None
         self.state.heal()
         self.sequence.mark()
+        if self._siblings is not None:
+            self._siblings.ran(self.state)
         # After an error inside a pass the cache isn't worth saving before it is repaired, which the next call does; the
         # journal has everything.
         if self._keeper is not None and self.state.agreed and not self.sequence.torn:

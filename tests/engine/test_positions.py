@@ -223,8 +223,7 @@ def test_rewinding_says_what_is_wrong_and_changes_nothing() -> None:
 @each_kind
 def test_words_put_into_the_models_mouth_are_as_if_it_had_said_them(name, tmp_path) -> None:
     setup = SETUPS[name]
-    using, forward = counted(setup.kind)
-    session = new_session(setup, using)
+    session = new_session(setup)
     session.add(PROMPT)
     session.append_text("It waits, ")
     assert session.reply_text == "It waits, "
@@ -234,7 +233,8 @@ def test_words_put_into_the_models_mouth_are_as_if_it_had_said_them(name, tmp_pa
     session = reopened(session, tmp_path / "a.mlxgen")
     finished = list(session.continue_(reply=greedy(4)))[-1]
     text = finished.text
-    assert text.startswith("It waits, ") and "and then " in text
+    assert text.startswith("It waits, ")
+    assert "and then " in text
     # The same ids prefilled from scratch give the same next token.
     again = new_session(setup)
     again.add(PROMPT)
@@ -350,3 +350,25 @@ def test_branches_differ_by_their_seeds_only_and_share_the_prompt(name) -> None:
         assert branch.history.reply.ids[: len(middle)] == middle
         assert len(branch.history.reply.ids) == len(middle) + 6
     assert model(setup.kind) is not None
+
+
+@each_kind
+def test_branches_that_do_not_fit_are_parked_and_go_on_as_if_they_had_not_been(name) -> None:
+    setup = SETUPS[name]
+    reply = replace(greedy(6), sampling=SamplingParams(temperature=1.5, seed=7))
+
+    def texts(max_bytes: int) -> tuple[list[str], int]:
+        session = new_session(setup)
+        session.add(PROMPT)
+        branches = session.branch(3, reply=reply, max_bytes=max_bytes)
+        for _ in range(2):
+            for branch in branches:
+                list(branch.continue_())
+        resting = sum(branch.sequence.num_bytes for branch in branches[:2])
+        return [branch.reply_text for branch in branches], resting
+
+    free, held = texts(2**40)
+    tight, parked = texts(1)
+    assert tight == free
+    assert held > 0
+    assert parked == 0

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from harness import SETUPS, greedy, sampled
+from harness import SETUPS, greedy, new_session, sampled
 from harness.programs import Program, random_step
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -28,4 +28,4 @@ def test_any_program_equals_the_replay_of_its_passes(name, program, how) -> None
     setup = SETUPS[name]
     setup = replace(setup, cache=replace(setup.cache, mark_every=8))
     with tempfile.TemporaryDirectory() as folder:
-        Program(setup, REPLIES[how], Path(folder)).run(program)
+        Program(new_session(setup), REPLIES[how], Path(folder)).run(program)

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from harness import Outcome, Setup, StopAt, model, new_session
 
+from harness import Outcome, StopAt
 from mlxgen.history import History
-from mlxgen.models import Model
 from mlxgen.options import ReplyOptions
 from mlxgen.request import Part
 from mlxgen.resumption import ResumeOptions, resume
@@ -51,20 +50,15 @@ def random_step(rng: random.Random) -> Step:
 class Program:
     """One run of a program. `others` are sessions that were forked off, or from, and must stay what they were."""
 
-    setup: Setup
+    session: Session
     reply: ReplyOptions
     folder: Path
-    using: Model | None = None
     prompt: Callable[[int], str | Sequence[Part]] = PROMPTS.__getitem__
-    session: Session = field(init=False)
     others: list[tuple[Session, tuple[Any, ...]]] = field(default_factory=list)
     num_snapshots: int = 0
 
-    def __post_init__(self) -> None:
-        self.session = new_session(self.setup, self.using)
-
     def run(self, steps: Sequence[Step]) -> None:
-        self.session.send("Begin.", reply=self.reply, cancel=StopAt(6))
+        self.session.send(self.prompt(0), reply=self.reply, cancel=StopAt(6))
         for step in steps:
             getattr(self, f"do_{step[0]}")(*step[1:])
             self.check(self.session)
@@ -150,7 +144,7 @@ class Program:
         else:
             self.session.save(path)
         self.session.close()
-        self.session = resume(path, options=ResumeOptions(model=self.using or model(self.setup.kind)))
+        self.session = resume(path, options=ResumeOptions(model=self.session.model))
         assert self.session.notes == ()
         assert seen(self.session) == before
 
@@ -166,9 +160,13 @@ class Program:
         assert sequence.ids == history.ids
         again = History.replay(history.records)
         assert (again.ids, again.num_fed, again.passes) == (history.ids, history.num_fed, history.passes)
-        if history.layout is not None:
-            return
-        expected = replayed(self.setup, history)
+        if history.layout is None:
+            expected = replayed(session)
+        else:
+            expected = TokenSequence(session.model, session.options.cache, ids=history.ids)
+            session.state.place_media()
+            expected.inputs = sequence.inputs
+            expected.replay(history.passes.entries, history.num_fed)
         assert expected.passes.entries == history.passes.entries
         sequence.repair()
         length = sequence.num_fed
@@ -182,15 +180,16 @@ def seen(session: Session) -> tuple[Any, ...]:
     return (list(session.history.ids), session.reply_text, session.position, session.marks, len(session.turns))
 
 
-def replayed(setup: Setup, history: History) -> TokenSequence:
+def replayed(session: Session) -> TokenSequence:
     """What the recorded passes, run one after another on an empty cache, come to; going back begins anew."""
-    sequence = TokenSequence(model(setup.kind), setup.cache)
+    history = session.history
+    sequence = TokenSequence(session.model, session.options.cache)
     for number, record in enumerate(history.records, start=1):
         if record.type in ("prompt", "rewind") and "keep" in record.data:
             keep = record.data["keep"]
             if keep == sequence.num_fed + 1:
                 sequence.feed_one()  # to sample a token that nobody saw
-            sequence = _gone_back(setup, sequence, keep)
+            sequence = _gone_back(session, sequence, keep)
             if record.type == "prompt":
                 sequence.ids[keep:] = record.data["ids"]
             else:
@@ -210,12 +209,12 @@ def replayed(setup: Setup, history: History) -> TokenSequence:
     return sequence
 
 
-def _gone_back(setup: Setup, sequence: TokenSequence, keep: int) -> TokenSequence:
+def _gone_back(session: Session, sequence: TokenSequence, keep: int) -> TokenSequence:
     if keep >= sequence.num_fed:
         return sequence
     kept = PassLog(list(sequence.passes.entries))
     kept.trim(keep)
-    fresh = TokenSequence(model(setup.kind), setup.cache, ids=sequence.ids)
+    fresh = TokenSequence(session.model, session.options.cache, ids=sequence.ids)
     fresh.replay(kept.entries, keep)
     assert fresh.num_fed == keep
     return fresh

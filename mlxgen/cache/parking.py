@@ -1,0 +1,68 @@
+"""Parked caches: a fork's own rows without its copy of what it shares with the others.
+
+A fork that was written to holds a whole copy of the caches, since attention reads one contiguous array. Once it rests,
+all it needs to keep is what it doesn't share: the rows behind the place where it was forked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlxgen.cache.adapter import adapter_of, fork, fork_entry, leaves
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """An appended-to cache from row `start` on, and what is needed to lay it out again as it was."""
+
+    start: int
+    meta: dict[str, Any]
+    arrays: dict[str, mx.array]
+
+
+class Parked:
+    """The caches of one fork at rest. Owned by its sequence; `base` is shared by all forks of one place, read only."""
+
+    def __init__(self, cache: Sequence[Any], base: Sequence[Any]) -> None:
+        self._base = base
+        bases = dict(leaves(base))
+        self._rows: dict[str, _Rows] = {}
+        self._whole: dict[str, Any] = {}
+        for path, leaf in leaves(cache):
+            adapter, shared = adapter_of(leaf), bases[path]
+            if adapter.appends and type(shared) is type(leaf) and shared.offset <= leaf.offset:
+                tail = adapter.rows(leaf, shared.offset, leaf.offset) if leaf.offset else {}
+                self._rows[path] = _Rows(shared.offset, adapter.meta(leaf), tail)
+            else:
+                self._whole[path] = leaf
+        mx.eval([array for rows in self._rows.values() for array in rows.arrays.values()])
+
+    def restore(self) -> list[Any]:
+        """The caches as they were. Copies the shared rows once."""
+        cache = fork(self._base)
+        for index, entry in enumerate(cache):
+            cache[index] = self._restored(entry, str(index))
+        return cache
+
+    def _restored(self, entry: Any, path: str) -> Any:
+        if path in self._whole:
+            return fork_entry(self._whole[path])
+        if hasattr(entry, "caches"):
+            entry.caches = tuple(self._restored(child, f"{path}.{i}") for i, child in enumerate(entry.caches))
+            return entry
+        rows = self._rows.get(path)
+        if rows is None or not rows.meta["arrays"]:
+            return entry
+        adapter = adapter_of(entry)
+        shared = adapter.rows(entry, 0, rows.start) if rows.start else {}
+        twin = fork_entry(entry)
+        adapter.allocate(twin, rows.meta)
+        if shared:
+            adapter.write_rows(twin, 0, shared)
+        if int(rows.meta["offset"]) > rows.start:
+            adapter.write_rows(twin, rows.start, rows.arrays)
+        return twin
