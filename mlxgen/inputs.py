@@ -108,9 +108,17 @@ class PreparedInput:
     atomic: tuple[tuple[int, int], ...] = ()
 
     def before(self, end: int) -> PreparedInput:
-        """The same input without the pictures that begin at token `end` or later."""
+        """The same input as if text alone followed token `end`: without the pictures there, with positions that count
+        on."""
         spans = tuple(span for span in self.spans if span.end <= end)
-        return replace(self, spans=spans, atomic=tuple(pair for pair in self.atomic if pair[1] <= end))
+        atomic = tuple(pair for pair in self.atomic if pair[1] <= end)
+        known, delta = self.position_ids, self.rope_delta
+        if known is not None and end < len(self.token_ids):
+            known = known[:, :end]
+            delta = int(known[:, -1].max()) + 1 - end if end else 0
+        return replace(
+            self, token_ids=self.token_ids[:end], spans=spans, atomic=atomic, position_ids=known, rope_delta=delta
+        )
 
     @property
     def complete(self) -> bool:

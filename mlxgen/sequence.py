@@ -300,6 +300,7 @@ class TokenSequence:
         if not 0 <= position <= self.num_fed:
             raise InvalidValueError(f"can't rewind to token {position}: the cache holds {self.num_fed}")
         self.repair(cancel)
+        position = self._before_media(position)
         if position < self.num_fed:
             if self.can_trim_to(position):
                 self._trim_to(position)
@@ -309,6 +310,18 @@ class TokenSequence:
         self.marks.cut(self.num_fed)
         self.ahead = None
         return self.num_fed
+
+    def _before_media(self, position: int) -> int:
+        """`position`, or the start of the prefill pass it lies in, if media stand behind it there: without them, that
+        pass couldn't be run again to the same bits."""
+        if self.inputs is None:
+            return position
+        for kind, start, count in self.passes.entries:
+            if kind == "prefill" and start < position < start + count:
+                behind = (span for span in self.inputs.spans if span.end > position and span.start < start + count)
+                if next(behind, None) is not None:
+                    return start
+        return position
 
     def _back_to_mark(self, position: int, cancel: CancelToken) -> None:
         kept = PassLog(list(self.passes.entries))
