@@ -56,3 +56,18 @@ class SessionBusyError(MlxgenError, RuntimeError):
 
 class NotResumableError(MlxgenError, ValueError):
     """The run has something that can't be saved (a foreign sampler, a processor without `state`)."""
+
+
+class GrammarError(MlxgenError, ValueError):
+    """A grammar that is too complex, or that leaves no token to go on with. The session is where the last token left
+    it; without the grammar, or with another one, it goes on."""
+
+
+class StopConditionError(MlxgenError, RuntimeError):
+    """A stop condition that fails or takes too long (a pattern, a callable). The session is where the last token left
+    it; without that condition it goes on."""
+
+
+class BannedStringError(MlxgenError, RuntimeError):
+    """Banned strings that leave the model nothing to say. The session is where the last token left it; without them
+    it goes on."""

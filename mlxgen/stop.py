@@ -63,6 +63,11 @@ class StopMatcher:
         return self._hit
 
     @property
+    def hit_distance(self) -> int:
+        """After a hit: how many characters there are from its beginning to the end of what was fed."""
+        return len(self._buffer) - self._hit_start
+
+    @property
     def held(self) -> str:
         """What is held back at the moment, the stop string included if one was hit."""
         return self._buffer[max(self._num_shown, self._hit_start if self._hit else 0) :]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Self
 
 from mlxgen.detokenizer import Detokenizer
 from mlxgen.errors import InvalidValueError
@@ -22,6 +23,16 @@ class TextStep:
     stop_hit: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class TextHit:
+    """A stop condition found in the text: `char_index` is where its match begins, `token_index` in which token."""
+
+    kind: Literal["string", "regex"]
+    value: str
+    token_index: int
+    char_index: int
+
+
 class TextStream:
     """The text state of one reply. Owned by that reply, used by one thread.
 
@@ -30,61 +41,76 @@ class TextStream:
     so that no token has carried it to the user yet.
     """
 
-    def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = (), *, located: bool = False) -> None:
+        """With `located`, or stop strings, it is known which token brought which text (see `hit`)."""
         self._detokenizer = Detokenizer(tokenizer)
         self._matcher = StopMatcher(stop_strings)
         self._shown: list[str] = []
         self._num_tokens = 0
+        self._num_chars = 0
+        self._ends: list[int] | None = [] if located or stop_strings else None  # characters after each token
         self.carried = ""
 
     @classmethod
     def rebuild(
         cls, tokenizer: Any, stop_strings: Sequence[str], tokens: Iterable[int], marks: Sequence[Mark] = ()
-    ) -> TextStream:
+    ) -> Self:
         """The stream after these tokens, with everything that was done to it done again where it was done.
 
         `marks`, in their order: "flush", "release" and "stops" (the list of stop strings from there on) are calls of
         the methods of that name; "silent" says that the token before it was skipped. A mark out of order or past the
         end raises `InvalidValueError`.
         """
-        stream = cls(tokenizer, stop_strings)
+        stream = cls(tokenizer, stop_strings, located=any(mark[1] == "stops" and mark[2] for mark in marks))
+        stream._replay_all(tokens, marks)
+        return stream
+
+    def _replay_all(self, tokens: Iterable[int], marks: Sequence[Mark]) -> None:
         silent = {mark[0] for mark in marks if mark[1] == "silent"}
         waiting = list(reversed(marks))
-        stream._replay_marks(waiting)
+        self._replay_marks(waiting)
         for token in tokens:
-            if stream._num_tokens + 1 in silent:
-                stream.skip()
+            if self._num_tokens + 1 in silent:
+                self.skip()
             else:
-                stream.feed(token)
-            stream._replay_marks(waiting)
+                self.feed(token)
+            self._replay_marks(waiting)
         if waiting:
             raise InvalidValueError(
-                f"text mark {waiting[-1]!r} doesn't fit {stream._num_tokens} tokens in order; the journal is damaged"
+                f"text mark {waiting[-1]!r} doesn't fit {self._num_tokens} tokens in order; the journal is damaged"
             )
-        return stream
 
     def _replay_marks(self, waiting: list[Mark]) -> None:
         while waiting and waiting[-1][0] == self._num_tokens:
             _, kind, detail = waiting.pop()
-            if kind == "flush":
-                self.flush()
-            elif kind == "release":
-                self.release()
-            elif kind == "stops":
-                self.change_stops(tuple(detail))
-            elif kind != "silent":
-                raise InvalidValueError(f"text mark {kind!r} is unknown; it was written by a newer mlxgen")
+            self._replay(kind, detail)
+
+    def _replay(self, kind: str, detail: Any) -> None:
+        if kind == "flush":
+            self.flush()
+        elif kind == "release":
+            self.release()
+        elif kind == "stops":
+            self.change_stops(tuple(detail))
+        elif kind != "silent":
+            raise InvalidValueError(f"text mark {kind!r} is unknown; it was written by a newer mlxgen")
 
     def skip(self) -> None:
         """Count a token that has no text: the stop token that ended the reply."""
         self._num_tokens += 1
         self.carried = ""
+        if self._ends is not None:
+            self._ends.append(self._num_chars)
 
     def feed(self, token: int) -> TextStep:
         """Take in one id. After a stop hit the text is kept back until `release`, and `stop_hit` stays set."""
-        step = self._matcher.feed(self._detokenizer.add(token))
+        piece = self._detokenizer.add(token)
+        step = self._matcher.feed(piece)
         self._num_tokens += 1
         self.carried = ""
+        if self._ends is not None:
+            self._num_chars += len(piece)
+            self._ends.append(self._num_chars)
         self._show(step.emit)
         return TextStep(step.emit, step.hit)
 
@@ -119,6 +145,20 @@ class TextStream:
         return self._matcher.hit
 
     @property
+    def hit(self) -> TextHit | None:
+        """The stop condition that was found and not yet released, and where."""
+        value = self._matcher.hit
+        if value is None:
+            return None
+        start = self._num_chars - self._matcher.hit_distance
+        return TextHit("string", value, self.token_at(start), start)
+
+    def token_at(self, char_index: int) -> int:
+        """The index of the token that brought a character; for the text's end, that of the last token."""
+        assert self._ends is not None
+        return min(bisect_right(self._ends, char_index), max(len(self._ends) - 1, 0))
+
+    @property
     def held(self) -> str:
         """Complete characters that aren't shown: half a stop string, or after a hit all that was withheld."""
         return self._matcher.held
@@ -131,6 +171,11 @@ class TextStream:
     @property
     def num_tokens(self) -> int:
         return self._num_tokens
+
+    @property
+    def num_chars(self) -> int:
+        """Complete characters so far, those that are held back included."""
+        return len(self.text) + len(self.held)
 
     @property
     def text(self) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mlxgen.cli.console import Console
-from mlxgen.events import Event, Finished, InputProgress, PrefillProgress, Token
+from mlxgen.events import Backtrack, Event, Finished, InputProgress, PrefillProgress, Section, Token, ToolCall
 
 
 class Output(Protocol):
@@ -45,6 +45,12 @@ class JsonOutput:
             self._line("prefill", done=event.done, total=event.total)
         elif isinstance(event, InputProgress):
             self._line("input", kind=event.kind, phase=event.phase, index=event.index, total=event.total)
+        elif isinstance(event, Section):
+            self._line("section", **asdict(event))
+        elif isinstance(event, ToolCall):
+            self._line("tool_call", **asdict(event))
+        elif isinstance(event, Backtrack):
+            self._line("backtrack", index=event.index, banned=event.banned)
         else:
             self._line(
                 "finished",
@@ -82,7 +88,7 @@ class TextOutput:
             console.bar("prompt", event.done, event.total)
         elif isinstance(event, InputProgress):
             console.bar(f"{event.phase} {event.kind}s", event.index + 1, event.total)
-        else:
+        elif isinstance(event, Finished):
             self._finished(event)
 
     def _finished(self, event: Finished) -> None:
