@@ -174,6 +174,15 @@ class Program:
             expected.ids = list(sequence.ids)
             found, wanted = (next_logits(one, history, length) for one in (sequence, expected))
             assert mx.array_equal(found, wanted)
+            if session.options.cache.kv_bits is None and session.options.cache.max_kv_size is None:
+                difference = mx.abs(found - self._from_scratch(session, length)).max().item()
+                assert difference < 1e-3, f"{difference} from a prefill from scratch, of {length} tokens"
+
+    def _from_scratch(self, session: Session, length: int) -> mx.array:
+        fresh = TokenSequence(session.model, session.options.cache, ids=session.sequence.ids)
+        fresh.inputs = session.sequence.inputs
+        fresh.feed(length)
+        return next_logits(fresh, session.history, length)
 
 
 def seen(session: Session) -> tuple[Any, ...]:
