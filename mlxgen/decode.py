@@ -4,15 +4,17 @@ value."""
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
+from mlxgen.ahead import Ahead, Undrawn
 from mlxgen.cache import CacheOptions
 from mlxgen.cancellation import NEVER, CancelToken
-from mlxgen.errors import InvalidValueError, NotResumableError
+from mlxgen.constraints import Constraint, Grammar, allowed_by, is_done, masked, permits
+from mlxgen.errors import GrammarError, InvalidValueError, NotResumableError
 from mlxgen.inputs import PreparedInput
 from mlxgen.models.model import Model
 from mlxgen.prefill import DEFAULT_STEP_SIZE, PrefillPlan, plan_prefill
@@ -31,6 +33,8 @@ from mlxgen.sequence import Sampled, TokenSequence
 from mlxgen.streams import generation_stream
 from mlxgen.tokenizer import token_ids_checked
 
+_log = logging.getLogger(__name__)
+
 # mlx-lm gives memory that MLX holds back for reuse to the system every 256 tokens; the same here, for the same memory
 # curve.
 _CLEAR_EVERY = 256
@@ -45,6 +49,10 @@ class DecodeOptions:
     penalties and bias. `sampler` replaces mlxgen's own (it gets log-probabilities (1, vocabulary) as in mlx-lm, and
     draws from its own random state: such a run can't be resumed exactly). `full_logprobs` keeps the whole vector of
     each token.
+
+    `constraints` mask the logits after all of these, so log-probabilities are those among the tokens that are allowed
+    (and where fewer than `top_logprobs` are, so many). They are functions of the reply's ids: nothing of them is saved.
+    A `Grammar` among them must be `bound` to the model.
     """
 
     sampling: SamplingParams = SamplingParams()
@@ -54,6 +62,17 @@ class DecodeOptions:
     processors: tuple[LogitsProcessor, ...] = ()
     sampler: Callable[[mx.array], mx.array] | None = None
     full_logprobs: bool = False
+    constraints: tuple[Constraint | Grammar, ...] = ()
+
+    def bound(self, model: Model) -> DecodeOptions:
+        """The same with every grammar compiled for `model`. Raises what `Grammar.constraint` raises."""
+        if not any(isinstance(constraint, Grammar) for constraint in self.constraints):
+            return self
+        constraints = (
+            c.constraint(model.tokenizer, model.vocab_size, model.eos_token_ids) if isinstance(c, Grammar) else c
+            for c in self.constraints
+        )
+        return replace(self, constraints=tuple(constraints))
 
     def validate(self, vocab_size: int) -> None:
         self.sampling.validate(vocab_size)
@@ -92,45 +111,18 @@ def processor_memory(processor: ResumableProcessor) -> str:
         ) from error
 
 
-@dataclass(slots=True)
-class _Ahead:
-    """A token being sampled: its arrays are under way, or evaluated. `host` is set once they were read."""
-
-    token: mx.array
-    logprob: mx.array | None = None
-    top: tuple[mx.array, mx.array] | None = None
-    vector: mx.array | None = None
-    host: Sampled | None = None
-    memory: list[str] | None = None  # what the custom processors remembered when this had been sampled
-
-    def arrays(self) -> list[mx.array]:
-        if self.logprob is None and self.vector is None:  # what most runs ask for
-            return [self.token]
-        return [a for a in (self.token, self.logprob, *(self.top or ()), self.vector) if a is not None]
-
-    def read(self) -> Sampled:
-        """Wait for the arrays and bring them to the host."""
-        if self.host is None:
-            top = None
-            if self.top is not None:
-                ids, values = self.top
-                id_list: Any = ids.reshape(-1).tolist()
-                value_list: Any = values.reshape(-1).tolist()
-                top = tuple((int(i), float(v)) for i, v in zip(id_list, value_list, strict=True))
-            logprob: Any = None if self.logprob is None else self.logprob.item()
-            token: Any = self.token.item()
-            self.host = Sampled(token, logprob, top)
-        return self.host
-
-
 class TokenIterator:
     """Iterate over the tokens of a reply; stop between any two and go on later from exactly there.
 
     Before token k is returned, the pass that feeds k and samples k+1 has been submitted; so at a stop at most one
     sampled token is unseen (`sequence.ahead`), and none after the last of `max_tokens`. Each `next()` is one
     checkpoint followed by one unit of work followed by its commit. `Cancelled` is raised at the checkpoint,
-    `StopIteration` after `max_tokens`; in both cases everything that was done is in `sequence`, from which a new
-    iterator goes on: `TokenIterator(sequence, options=..., step=old.step)`.
+    `StopIteration` after `max_tokens` and where a constraint says that the reply is complete; in all cases everything
+    that was done is in `sequence`, from which a new iterator goes on: `TokenIterator(sequence, options=...,
+    step=old.step)`.
+
+    With constraints, too, a pass is in flight while a token is shown; the next one is sampled from its logits at the
+    next call (or by `settle`). `GrammarError` there leaves everything as it was after the last token.
 
     Owned by one consumer; used on one thread at a time. A custom processor's own state isn't in `sequence`: save
     `processor.state()` beside it.
@@ -156,7 +148,6 @@ class TokenIterator:
         self.step = step
         self.cancel = cancel
         self.step_size = step_size
-        self._first_step = step
         self._base = len(sequence.ids) - step
         self._sample = None if options.sampler is not None else build_sampler(options.sampling)
         self._penalties: PenaltyState | None = None
@@ -164,15 +155,18 @@ class TokenIterator:
         self.last_vector: mx.array | None = None  # of the token returned last, with `full_logprobs`
         self._stale = True
         self._confused = False
-        self._flight: tuple[_Ahead, _Ahead | None, int] | None = None
-        self._commit: tuple[Sampled, _Ahead | None, int] | None = None
+        self._flight: tuple[Ahead, Ahead | Undrawn | None, int] | None = None
+        self._commit: tuple[Sampled, Ahead | Undrawn | None, int] | None = None
         self._synchronous = self.synchronous
         self._resumable = tuple(processor for processor in options.processors if is_resumable(processor))
         self._memory = self._memories()
         ahead = sequence.ahead
-        self._ahead = (
-            None if ahead is None else _Ahead(mx.array([ahead.id], mx.uint32), host=ahead, memory=self._memory)
+        self._ahead: Ahead | Undrawn | None = (
+            None if ahead is None else Ahead(mx.array([ahead.id], mx.uint32), host=ahead, memory=self._memory)
         )
+        self._constraints = _only_bound(options.constraints)
+        # A token that was sampled ahead may have been sampled without these constraints.
+        self._unchecked = ahead is not None and bool(self._constraints)
 
     @classmethod
     def from_prompt(
@@ -187,6 +181,7 @@ class TokenIterator:
     ) -> TokenIterator:
         """An iterator over a new sequence. The prompt is prefilled chunk by chunk at the first `next()`."""
         options.validate(model.vocab_size)
+        options = options.bound(model)
         checked = token_ids_checked(ids, model.vocab_size)
         sequence = TokenSequence(model, cache_options, ids=checked)
         return cls(sequence, options=options, step_size=step_size, cancel=cancel)
@@ -237,7 +232,7 @@ class TokenIterator:
         """The chunks still to be fed before the first token: all of `ids` but the last."""
         inputs = self.sequence.inputs
         atomic = () if inputs is None else inputs.atomic
-        return plan_prefill(self.sequence.num_fed, len(self.sequence.ids) - 1, self.step_size, atomic)
+        return plan_prefill(self.sequence.num_fed, len(self.sequence.ids) - 1, self.step_size, atomic, self.sequence.cuts)
 
     def prefill(self, plan: PrefillPlan | None = None) -> Iterator[int]:
         """Feed the prompt chunk by chunk; yields the number of tokens fed after each. A checkpoint before each
@@ -267,6 +262,10 @@ class TokenIterator:
         limit = self.options.max_tokens
         if limit is not None and self.step >= limit:
             raise StopIteration
+        if self._constraints and is_done(self._constraints, self._reply_ids()):
+            raise StopIteration
+        if self._unchecked:
+            self._check_ahead()
         if self.sequence.torn:
             self.sequence.repair(self.cancel)
         if self.sequence.num_fed < len(self.sequence.ids) - 1:
@@ -288,6 +287,8 @@ class TokenIterator:
             ahead = self._ahead
             if ahead is None:
                 ahead = self._launch_pending()
+            if isinstance(ahead, Undrawn):
+                ahead = self._draw(ahead)
             following = None
             if (limit is None or self.step + 1 < limit) and not self._synchronous:
                 following = self._launch(ahead.token, self.step + 1)
@@ -299,18 +300,25 @@ class TokenIterator:
         self.last_vector = ahead.vector
         return sampled
 
-    def _read(self, ahead: _Ahead) -> Sampled:
+    def _read(self, ahead: Ahead) -> Sampled:
         try:
             return ahead.read()
+        except GrammarError:
+            self._flight = None
+            self._ahead = ahead.source
+            self._stale = self._confused = True
+            raise
         except Exception:
             self.sequence.failed_eval()
             self._flight = self.sequence.ahead = self._ahead = None
             self._stale = self._confused = True
             raise
 
-    def _launch_pending(self) -> _Ahead:
+    def _launch_pending(self) -> Ahead | Undrawn:
         """Feed the one token of `ids` that isn't in the ledger yet, and sample from its logits."""
         sequence = self.sequence
+        if self._constraints:
+            allowed_by(self._constraints, self._reply_ids())  # where nothing may follow, nothing is run
         if sequence.num_fed == len(sequence.ids):
             sequence.step_back()
             self._rebuild_history()
@@ -320,11 +328,16 @@ class TokenIterator:
         self._ahead = ahead
         return ahead
 
-    def _launch(self, token: mx.array, step: int) -> _Ahead:
+    def _launch(self, token: mx.array, step: int) -> Ahead | Undrawn:
         """Submit the pass that feeds `token` and samples token number `step` of the reply. Waits for nothing."""
         sequence = self.sequence
-        ahead = self._choose(token, sequence.step(token), step)
-        arrays = ahead.arrays()
+        logits = self._adjust(token, sequence.step(token))
+        ahead: Ahead | Undrawn
+        if self._constraints:
+            ahead, arrays = Undrawn(logits), [logits]
+        else:
+            ahead = self._choose(logits, step)
+            arrays = ahead.arrays()
         # Recurrent states are no input of this token, only of the next: submit them too, so that nothing lazy that
         # belongs to this thread's stream is left for whoever closes the loop from another thread.
         arrays += sequence.side_states()
@@ -334,23 +347,31 @@ class TokenIterator:
         try:
             mx.async_eval(arrays)  # type: ignore[no-untyped-call]
         except Exception:
-            self.sequence.failed_eval()
-            if self._ahead is not None and self._ahead.host is None:
-                self._ahead = None
+            self._forget_ahead()
             raise
         if self._resumable:
             ahead.memory = self._memories()
         return ahead
 
-    def _choose(self, token: mx.array, logits: mx.array, step: int) -> _Ahead:
-        options = self.options
+    def _forget_ahead(self) -> None:
+        """An evaluation failed while it was submitted: what hasn't reached the host is lost."""
+        self.sequence.failed_eval()
+        if isinstance(self._ahead, Undrawn) or (self._ahead is not None and self._ahead.host is None):
+            self._ahead = None
+
+    def _adjust(self, token: mx.array, logits: mx.array) -> mx.array:
+        """Penalties, bias and custom processors, in this order."""
         if self._penalties is not None:
             self._penalties.advance(token)
             logits = self._penalties.apply(logits)
-        if options.processors:
+        if self.options.processors:
             self._history = token if self._history is None else mx.concatenate([self._history, token])
-            for processor in options.processors:
+            for processor in self.options.processors:
                 logits = processor(self._history, logits)
+        return logits
+
+    def _choose(self, logits: mx.array, step: int) -> Ahead:
+        options = self.options
         vector = None
         if options.full_logprobs or options.sampler is not None:
             vector = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -359,18 +380,60 @@ class TokenIterator:
         else:
             assert self._sample is not None
             chosen = self._sample(logits, step)
-        ahead = _Ahead(chosen, vector=None if vector is None else vector.reshape(-1))
+        ahead = Ahead(chosen, vector=None if vector is None else vector.reshape(-1))
         if options.logprobs or options.top_logprobs:
             ahead.logprob = token_logprob(logits, chosen)
         if options.top_logprobs:
             ahead.top = top_logprobs(logits, options.top_logprobs)
         return ahead
 
+    # -- constraints -------------------------------------------------------------------------------------------------
+
+    def _reply_ids(self) -> list[int]:
+        return self.sequence.ids[self._base :]
+
+    @property
+    def complete(self) -> bool:
+        """Whether a constraint says that nothing may follow the token returned last: the reply has ended.
+
+        Never raises: where a constraint fails, the next `next()` says so.
+        """
+        try:
+            return bool(self._constraints) and is_done(self._constraints, self._reply_ids())
+        except GrammarError:
+            return False
+
+    def _draw(self, place: Undrawn) -> Ahead:
+        """Sample the next token among those that may follow; submitted, not waited for. Raises `GrammarError`."""
+        mask = allowed_by(self._constraints, self._reply_ids())
+        logits = place.logits if mask is None else masked(place.logits, mask)
+        ahead = self._choose(logits, self.step)
+        ahead.source, ahead.memory = place, place.memory
+        if mask is not None:
+            ahead.score = mx.take_along_axis(logits, ahead.token[:, None], axis=-1)
+        try:
+            mx.async_eval(ahead.arrays())  # type: ignore[no-untyped-call]
+        except Exception:
+            self._forget_ahead()
+            raise
+        self._ahead = ahead
+        return ahead
+
+    def _check_ahead(self) -> None:
+        """Drop the token that was sampled ahead if it may not come now: the pass that it is from is run again."""
+        sequence = self.sequence
+        if sequence.ahead is not None and not permits(self._constraints, self._reply_ids(), sequence.ahead.id):
+            self._ahead = None
+            sequence.go_back(sequence.num_fed - 1)
+        self._unchecked = False
+
+    # -- after an exception ------------------------------------------------------------------------------------------
+
     def _rebuild_history(self) -> None:
         if self._confused:
             self._recall()
         sequence = self.sequence
-        # What was fed. A token to be fed is added by `_choose`, when its pass is built.
+        # What was fed. A token to be fed is added by `_adjust`, when its pass is built.
         fed = sequence.ids[: sequence.num_fed]
         self._penalties = build_penalties(self.options.sampling, fed, self._vocab_size)
         self._history = mx.array(fed, mx.uint32) if self.options.processors and fed else None
@@ -420,8 +483,24 @@ class TokenIterator:
         """
         try:
             self._finish_commit()
-            if self._ahead is not None:
-                self.sequence.ahead = self._read(self._ahead)
+            ahead = self._ahead
+            if isinstance(ahead, Undrawn):
+                with mx.stream(generation_stream()):
+                    ahead = None if self.complete else self._draw(ahead)
+            if ahead is not None:
+                self.sequence.ahead = self._read(ahead)
+        except GrammarError:
+            # No next token can be sampled; the next `next()` says why.
+            _log.debug("no token was sampled ahead", exc_info=True)
         finally:
             if self._confused:
                 self._recall()
+
+
+def _only_bound(constraints: Sequence[Constraint | Grammar]) -> tuple[Constraint, ...]:
+    bound: list[Constraint] = []
+    for constraint in constraints:
+        if isinstance(constraint, Grammar):
+            raise InvalidValueError("a grammar must be compiled for the model first: use options.bound(model)")
+        bound.append(constraint)
+    return tuple(bound)

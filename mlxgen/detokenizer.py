@@ -83,13 +83,13 @@ class _ByteLevelStream:
     def add(self, token: int) -> str:
         data = self._seen.get(token)
         if data is None:
-            data = self._seen[token] = self._bytes_of(token)
+            data = self._seen[token] = self.bytes_of(token) or b""
         return self._utf8.decode(data)
 
-    def _bytes_of(self, token: int) -> bytes:
+    def bytes_of(self, token: int) -> bytes | None:
         name = self._token_of(token)
         if name is None:
-            return b""
+            return None
         try:
             return bytes([self._byte_of_char[char] for char in name])
         except KeyError:  # an added token with a character outside the alphabet stands for itself
@@ -126,6 +126,15 @@ class _ByteFallbackStream:
         else:
             text = self._add_byte(byte)
         return self._strip_start(text)
+
+    def bytes_of(self, token: int) -> bytes | None:
+        name = self._token_of(token)
+        if name is None:
+            return None
+        for old, new in self._replacements:
+            name = name.replace(old, new)
+        byte = _fallback_byte(name)
+        return name.encode("utf-8", "replace") if byte is None else bytes([byte])
 
     def _add_byte(self, byte: int) -> str:
         self._num_held += 1
@@ -251,6 +260,17 @@ def fast_backend(tokenizer: Any) -> Tokenizer | None:
         kind.decode is not PreTrainedTokenizerFast.decode or kind._decode is not PreTrainedTokenizerFast._decode
     )
     return None if own_decode else tokenizer.backend_tokenizer
+
+
+def token_bytes(tokenizer: Any) -> Callable[[int], bytes | None] | None:
+    """A function that gives the bytes a token puts into the text, or None for an id that isn't there; byte-level and
+    byte-fallback tokenizers have one, for others this is None.
+
+    What a decoder does at the very start of a text (taking a space off) isn't in it.
+    """
+    backend = fast_backend(unwrap(tokenizer))
+    stream = None if backend is None else _stream_of_decoder(backend)
+    return stream.bytes_of if isinstance(stream, _ByteLevelStream | _ByteFallbackStream) else None
 
 
 def _stream_of_decoder(backend: Tokenizer) -> _Stream | None:

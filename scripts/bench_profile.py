@@ -22,7 +22,7 @@ PARTS = {
     "building the pass's graph (mlx-lm's model code)": "mlxgen.models.model.TextForward.__call__",
     "sampling's graph": "mlxgen.decode.TokenIterator._choose",
     "mx.async_eval: handing the pass to MLX": "mlx.core.async_eval",
-    "waiting for the token": "mlxgen.decode._Ahead.read",
+    "waiting for the token": "mlxgen.ahead.Ahead.read",
     "iterator: commit": "mlxgen.decode.TokenIterator._finish_commit",
     "iterator: the rest": "mlxgen.decode.TokenIterator.__next__",
     "session: history": "mlxgen.history.History.apply",

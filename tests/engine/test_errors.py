@@ -12,7 +12,7 @@ import pytest
 from harness import PROMPT, SETUPS, Outcome, counted, model, new_session, sampled
 from mlx_lm.models import cache as kinds
 
-import mlxgen.decode
+import mlxgen.ahead
 from mlxgen.cancellation import Cancelled, CancelToken
 from mlxgen.events import Token
 from mlxgen.options import ReplyOptions
@@ -121,7 +121,7 @@ def test_after_an_error_the_next_turn_comes_at_once(name) -> None:
 def test_an_evaluation_that_fails_takes_the_caches_with_it_and_they_are_rebuilt(name, monkeypatch) -> None:
     setup = SETUPS[name]
     whole, expected = uninterrupted(setup)
-    read = mlxgen.decode._Ahead.read
+    read = mlxgen.ahead.Ahead.read
     for fail_at in (0, 4):
         session, outcome, calls = new_session(setup), Outcome(), 0
 
@@ -134,7 +134,7 @@ def test_an_evaluation_that_fails_takes_the_caches_with_it_and_they_are_rebuilt(
                 raise RuntimeError("the evaluation failed")
             return read(self)
 
-        monkeypatch.setattr(mlxgen.decode._Ahead, "read", failing_read)
+        monkeypatch.setattr(mlxgen.ahead.Ahead, "read", failing_read)
         with pytest.raises(RuntimeError, match="the evaluation failed"):
             outcome.take(session.stream(PROMPT, reply=REPLY))
         assert len(outcome.tokens) == fail_at
