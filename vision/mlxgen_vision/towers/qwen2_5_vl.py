@@ -18,15 +18,14 @@ from mlxgen.errors import UnsupportedError
 from mlxgen.inputs import Features
 from mlxgen_vision.checkpoint import Weights
 from mlxgen_vision.towers.activations import activation
+from mlxgen_vision.towers.blocks import block_flops, run_blocks
 from mlxgen_vision.towers.qwen_vit import (
     GridRotation,
     PatchEmbedding,
     VisionAttention,
     Windows,
     adapt_patch_embedding,
-    block_flops,
     patch_coordinates,
-    run_blocks,
 )
 
 

@@ -8,11 +8,10 @@ are encoded independently of each other.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,11 +19,7 @@ import numpy as np
 
 from mlxgen.inputs import Features
 from mlxgen_vision.checkpoint import Weights, patch_matrix
-from mlxgen_vision.towers.pace import Pace
-
-# Head widths for which MLX has a fused attention kernel on the GPU. Other widths are padded to the next of them with
-# zeros, which changes no score and saves the quadratic score matrix.
-_FUSED_HEAD_DIMS: Final = (64, 80, 128)
+from mlxgen_vision.towers.blocks import fused_attention
 
 
 def patch_coordinates(rows: int, columns: int, merge: int) -> np.ndarray[Any, Any]:
@@ -93,23 +88,10 @@ def attend(query: mx.array, key: mx.array, value: mx.array, windows: Windows | N
         heads = [
             x[start:end].reshape(count, length, num_heads, head_dim).transpose(0, 2, 1, 3) for x in (query, key, value)
         ]
-        out = _fused(heads[0], heads[1], heads[2], head_dim**-0.5)
+        out = fused_attention(heads[0], heads[1], heads[2], head_dim**-0.5)
         pieces.append(out.transpose(0, 2, 1, 3).reshape(count * length, num_heads * head_dim))
         start = end
     return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces)
-
-
-def _fused(query: mx.array, key: mx.array, value: mx.array, scale: float) -> mx.array:
-    head_dim = query.shape[-1]
-    if mx.default_device() == mx.gpu:
-        query, key, value = (pad_heads(x) for x in (query, key, value))
-    return mx.fast.scaled_dot_product_attention(query, key, value, scale=scale)[..., :head_dim]
-
-
-def pad_heads(x: mx.array) -> mx.array:
-    """Widen the last axis with zeros to a width MLX has a fused kernel for, if there is one."""
-    wider = next((dims for dims in _FUSED_HEAD_DIMS if dims >= x.shape[-1]), x.shape[-1])
-    return mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, wider - x.shape[-1])])
 
 
 class PatchEmbedding(nn.Module):  # type: ignore[misc]
@@ -146,53 +128,6 @@ class VisionAttention(nn.Module):  # type: ignore[misc]
         query, key, value = mx.split(self.qkv(x).reshape(x.shape[0], 3, self.num_heads, -1), 3, axis=1)
         out = attend(rotation(query[:, 0]), rotation(key[:, 0]), value[:, 0], windows)
         return self.proj(out)  # type: ignore[no-any-return]
-
-
-def block_flops(num_patches: int, hidden_size: int, mlp_weights: int, window: int) -> float:
-    """Floating-point operations of one block: its matrices, and attention over `window` patches."""
-    return 2.0 * num_patches * (4 * hidden_size**2 + mlp_weights) + 4.0 * num_patches * window * hidden_size
-
-
-def run_blocks(
-    hidden: mx.array,
-    costs: Sequence[float],
-    block: Callable[[int, mx.array], tuple[mx.array, Features]],
-    merge: Callable[[mx.array], mx.array],
-) -> Iterator[Features | None]:
-    """Run the blocks step by step, `mx.eval` at the end of each; None after every step but the last, then the features.
-
-    `costs` are the blocks' floating-point operations. `block(i, hidden)` is block i and the features that branch off
-    after it, `merge(hidden)` what comes after the last block. A branch or the end counts as one more block: mergers
-    cost about half of one.
-    """
-    pace = Pace()
-    features: Features = {}
-    pending = 0.0
-    began_s = time.perf_counter()
-    for number, cost in enumerate(costs):
-        if number and not pace.fits(pending + cost):
-            yield from _end_of_step(pace, pending, began_s, hidden, features)
-            pending, began_s = 0.0, time.perf_counter()
-        hidden, branch = block(number, hidden)
-        pending += cost
-        if branch and not pace.fits(pending + cost):
-            yield from _end_of_step(pace, pending, began_s, hidden, features)
-            pending, began_s = 0.0, time.perf_counter()
-        features |= branch
-        pending += cost if branch else 0.0
-    if not pace.fits(pending + costs[-1]):
-        yield from _end_of_step(pace, pending, began_s, hidden, features)
-    features["features"] = merge(hidden)
-    mx.eval(features)
-    yield features
-
-
-def _end_of_step(
-    pace: Pace, flops: float, began_s: float, hidden: mx.array, features: Features
-) -> Iterator[Features | None]:
-    mx.eval(hidden, features)
-    pace.took(flops, time.perf_counter() - began_s)
-    yield None
 
 
 class Tower(Protocol):
