@@ -7,16 +7,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlxgen_vision.towers import pace, siglip
+from mlxgen_vision.towers.images import Readout, encode_images, images_per_step
 from mlxgen_vision.towers.pixel_shuffle import PixelShuffleConnector, pixel_shuffle
-from mlxgen_vision.towers.siglip import (
-    Readout,
-    SiglipConfig,
-    SiglipTower,
-    encode_images,
-    grid_positions,
-    images_per_step,
-    siglip_weights,
-)
+from mlxgen_vision.towers.siglip import SiglipConfig, SiglipTower, grid_positions, siglip_weights
 
 from mlxgen.errors import UnsupportedError
 
@@ -74,7 +67,7 @@ def test_every_step_is_evaluated_before_it_is_reported(tower, connector, tiles, 
         real(*arrays)
 
     monkeypatch.setattr(pace, "STEP_FLOPS", 1.0)
-    monkeypatch.setattr(siglip.mx, "eval", counting)
+    monkeypatch.setattr(mx, "eval", counting)
     for steps, _ in enumerate(encode_images(tower, tiles, Readout(connector)), start=1):
         assert len(evaluated) >= steps
 

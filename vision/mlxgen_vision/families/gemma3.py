@@ -32,7 +32,8 @@ from mlxgen_vision.preparation import Geometry, Pixels, prepare_image
 from mlxgen_vision.processors.gemma3 import ImageWords, SquareSettings, square_images
 from mlxgen_vision.spans import RunLayout, expand_placeholders, template_parts
 from mlxgen_vision.text_config import gemma3_arguments
-from mlxgen_vision.towers.siglip import Readout, SiglipConfig, SiglipTower, encode_images, siglip_weights
+from mlxgen_vision.towers.images import Readout, encode_images
+from mlxgen_vision.towers.siglip import SiglipConfig, SiglipTower, siglip_weights
 
 _TEXT: Final = {
     "language_model.model.": "model.",

@@ -31,8 +31,9 @@ from mlxgen_vision.preparation import Geometry, Pixels, prepare_image
 from mlxgen_vision.processors.idefics3 import IMAGE, TilingSettings, image_text, tile_image
 from mlxgen_vision.spans import RunLayout, expand_placeholders, template_parts
 from mlxgen_vision.text_config import llama_arguments
+from mlxgen_vision.towers.images import Readout, encode_images
 from mlxgen_vision.towers.pixel_shuffle import PixelShuffleConnector
-from mlxgen_vision.towers.siglip import Readout, SiglipConfig, SiglipTower, encode_images, siglip_weights
+from mlxgen_vision.towers.siglip import SiglipConfig, SiglipTower, siglip_weights
 
 # What transformers' Idefics3VisionConfig assumes where a published config is silent.
 _TOWER_DEFAULTS: Final = {"hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32}

@@ -1,4 +1,4 @@
-"""The SigLIP vision transformer, run a few blocks of a few images at a time so that a stop is never far.
+"""The SigLIP vision transformer.
 
 The architecture is that of "Sigmoid Loss for Language Image Pre-Training" (arXiv:2303.15343): a patch convolution,
 learned absolute positions, pre-norm blocks with full attention and tanh-GELU, a final layer norm; no class token.
@@ -7,24 +7,17 @@ Modules are named as in the published checkpoints (`encoder.layers.N.self_attn.q
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Final
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from mlxgen.errors import UnsupportedError
-from mlxgen.inputs import Features
 from mlxgen_vision.checkpoint import Weights, channel_last
-from mlxgen_vision.towers import pace
 from mlxgen_vision.towers.activations import activation
-
-# Images that go through a block together, at most: more don't make the products any more efficient, but every one
-# holds its hidden states and attention scores in memory.
-MAX_IMAGES_PER_STEP: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +135,7 @@ class Encoder(nn.Module):  # type: ignore[misc]
 
 
 class SiglipTower(nn.Module):  # type: ignore[misc]
-    """Immutable after load, shared by all sessions; one call holds its own hidden states and nothing else."""
+    """An `images.ImageTower`. Immutable after load, shared by all sessions; a call holds its own hidden states only."""
 
     def __init__(self, config: SiglipConfig) -> None:
         super().__init__()
@@ -155,6 +148,19 @@ class SiglipTower(nn.Module):  # type: ignore[misc]
     def dtype(self) -> mx.Dtype:
         """What the tower computes in: the dtype of the patch convolution, which no published checkpoint quantises."""
         return self.embeddings.patch_embedding.weight.dtype  # type: ignore[no-any-return]
+
+    @property
+    def blocks(self) -> Sequence[Callable[[mx.array], mx.array]]:
+        return self.encoder.layers
+
+    def num_tokens(self, height: int, width: int) -> int:
+        return (height // self.config.patch_size) * (width // self.config.patch_size)
+
+    def embed(self, pixels: mx.array) -> mx.array:
+        return self.embeddings(pixels)
+
+    def final_norm(self, hidden: mx.array) -> mx.array:
+        return self.post_layernorm(hidden)  # type: ignore[no-any-return]
 
 
 def siglip_weights(weights: Weights, prefix: str, config: SiglipConfig) -> Weights:
@@ -181,60 +187,3 @@ def grid_positions(rows: int, columns: int, side: int) -> np.ndarray[Any, Any]:
     across = np.arange(columns, dtype=np.int32) * side // columns
     down = np.arange(rows, dtype=np.int32) * side // rows
     return (down[:, None] * side + across[None, :]).reshape(-1).astype(np.int32)
-
-
-def images_per_step(config: SiglipConfig, num_images: int, num_patches: int) -> int:
-    """How many images go through a block together: as many as fit `pace.STEP_FLOPS`, but one at least.
-
-    Not a matter of the machine's speed: other shapes may round differently.
-    """
-    return max(1, min(num_images, MAX_IMAGES_PER_STEP, int(pace.STEP_FLOPS // config.block_flops(num_patches))))
-
-
-@dataclass(frozen=True, slots=True)
-class Readout:
-    """Which hidden states a family takes, and what it makes of them.
-
-    `num_layers` None runs all blocks; `post_norm` says whether the final layer norm is applied. `project` maps
-    (images, patches, width) to (images, rows, text width).
-    """
-
-    project: Callable[[mx.array], mx.array]
-    num_layers: int | None = None
-    post_norm: bool = True
-
-
-def encode_images(tower: SiglipTower, pixels: np.ndarray[Any, Any], readout: Readout) -> Iterator[Features | None]:
-    """Run normalised images of one size through the tower: None after every step but the last, then the features.
-
-    `pixels` is float32 (images, height, width, channels); the features are `(images * rows, text width)` in the order
-    of the images, evaluated. Every step ends with an eval, so nothing lazy is left when the generator is dropped.
-    """
-    count, height, width, _ = pixels.shape
-    side = tower.config.patch_size
-    num_patches = (height // side) * (width // side)
-    together = images_per_step(tower.config, count, num_patches)
-    own_pace = pace.Pace()
-    layers = tower.encoder.layers[: readout.num_layers]
-    finished: list[mx.array] = []
-    for first in range(0, count, together):
-        batch = pixels[first : first + together]
-        cost, pending, began_s = tower.config.block_flops(num_patches) * len(batch), 0.0, time.perf_counter()
-        hidden = tower.embeddings(mx.array(batch).astype(tower.dtype))
-        for layer in [*layers, None]:  # None: what comes after the last, which counts as a block
-            if pending and not own_pace.fits(pending + cost):
-                mx.eval(hidden)
-                own_pace.took(pending, time.perf_counter() - began_s)
-                pending, began_s = 0.0, time.perf_counter()
-                yield None
-            if layer is not None:
-                hidden = layer(hidden)
-            pending += cost
-        rows = readout.project(tower.post_layernorm(hidden) if readout.post_norm else hidden)
-        mx.eval(rows)
-        finished.append(rows.reshape(-1, rows.shape[-1]))
-        if first + together < count:
-            yield None
-    features = mx.concatenate(finished) if len(finished) > 1 else finished[0]
-    mx.eval(features)
-    yield {"features": features}
