@@ -95,3 +95,43 @@ class RunLayout:
                 start, end = runs[len(spans)]
                 spans.append(MediaSpan(start, end, medium, run * self.num_tokens, (run + 1) * self.num_tokens))
         return tuple(spans)
+
+
+def locate_runs(
+    token_ids: Sequence[int],
+    media: Sequence[PreparedMedium],
+    tokens: Mapping[MediaKind, int],
+    lengths: Callable[[PreparedMedium], Sequence[int]],
+) -> tuple[MediaSpan, ...]:
+    """The spans of media whose runs differ in length: one to each of `lengths(medium)`, in the order of the media.
+
+    `tokens` names each kind's token; runs may touch. Raises `PlaceholderError` if the ids have other runs than these.
+    """
+    known = set(tokens.values())
+    spans: list[MediaSpan] = []
+    position = 0
+    for number, medium in enumerate(media):
+        token = tokens[medium.kind]
+        row = 0
+        for length in lengths(medium):
+            position = _next_of(token_ids, position, known)
+            end = position + length
+            if any(found != token for found in token_ids[position:end]) or end > len(token_ids):
+                raise PlaceholderError(
+                    f"the prompt has no {length} tokens {token} at {position} for {medium.kind} {number + 1} "
+                    f"({medium.source_name}); media must be in the order of the prompt"
+                )
+            spans.append(MediaSpan(position, end, number, row, row + length))
+            position, row = end, row + length
+    left = _next_of(token_ids, position, known)
+    if left < len(token_ids):
+        raise PlaceholderError(
+            f"the prompt has an image or video token at {left} and no medium for it: {len(media)} were given"
+        )
+    return tuple(spans)
+
+
+def _next_of(token_ids: Sequence[int], position: int, wanted: set[int]) -> int:
+    while position < len(token_ids) and token_ids[position] not in wanted:
+        position += 1
+    return position

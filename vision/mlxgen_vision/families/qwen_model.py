@@ -11,7 +11,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxgen.cancellation import NEVER, CancelToken
-from mlxgen.errors import InvalidValueError, PlaceholderError
+from mlxgen.errors import InvalidValueError
 from mlxgen.inputs import Features, MediaKind, MediaSpan, PreparedInput, PreparedMedium
 from mlxgen.request import ImagePart, MediaPart
 from mlxgen_vision.embeddings import chunk_features, place
@@ -19,7 +19,7 @@ from mlxgen_vision.mrope import MultiAxisRope, chunk_positions, positioned
 from mlxgen_vision.positions import GridBlock, mrope_positions
 from mlxgen_vision.processors.qwen import QwenProcessor
 from mlxgen_vision.processors.qwen_media import prepare_image, prepare_video
-from mlxgen_vision.spans import expand_placeholders, template_parts
+from mlxgen_vision.spans import expand_placeholders, locate_runs, template_parts
 from mlxgen_vision.towers.qwen_vit import Tower
 
 IMAGE_PAD: Final = "<|image_pad|>"
@@ -96,28 +96,8 @@ class QwenVisionModel:
 
     def locate(self, token_ids: Sequence[int], media: Sequence[PreparedMedium]) -> tuple[MediaSpan, ...]:
         """One span per picture and video; per temporal patch where frames stand apart."""
-        tokens = {"image": self.parts.image_token, "video": self.parts.video_token}
-        pads = set(tokens.values())
-        spans: list[MediaSpan] = []
-        position = 0
-        for number, medium in enumerate(media):
-            token = tokens[medium.kind]
-            for row_start, row_end in self._runs(medium):
-                position = _next_of(token_ids, position, pads)
-                end = position + row_end - row_start
-                if any(found != token for found in token_ids[position:end]) or end > len(token_ids):
-                    raise PlaceholderError(
-                        f"the prompt has no {row_end - row_start} tokens {token} at {position} for {medium.kind} "
-                        f"{number + 1} ({medium.source_name}); media must be in the order of the prompt"
-                    )
-                spans.append(MediaSpan(position, end, number, row_start, row_end))
-                position = end
-        left = _next_of(token_ids, position, pads)
-        if left < len(token_ids):
-            raise PlaceholderError(
-                f"the prompt has an image or video token at {left} and no medium for it: {len(media)} were given"
-            )
-        return tuple(spans)
+        tokens: dict[MediaKind, int] = {"image": self.parts.image_token, "video": self.parts.video_token}
+        return locate_runs(token_ids, media, tokens, lambda medium: [end - start for start, end in self._runs(medium)])
 
     def positions(
         self, token_ids: Sequence[int], media: Sequence[PreparedMedium], spans: Sequence[MediaSpan]
@@ -187,9 +167,3 @@ class QwenVisionModel:
         if self.parts.tokens_per_second is not None:
             scale = self.parts.tokens_per_second * float(medium.geometry["second_per_grid"])
         return GridBlock(span.start, span.end, steps, rows, columns, scale)
-
-
-def _next_of(token_ids: Sequence[int], position: int, wanted: set[int]) -> int:
-    while position < len(token_ids) and token_ids[position] not in wanted:
-        position += 1
-    return position
