@@ -305,7 +305,8 @@ class Keeper:
                 self._writer.put(job, _NewFile(kind, arrays, meta))
         self._keep = state.sequence.num_fed
         before = dict(self._marks)
-        for kind, arrays, meta in export_marks(state.sequence.marks.worth_saving, self._marks):
+        marks = [mark for mark in state.sequence.marks.worth_saving if mark.position != state.sequence.num_fed]
+        for kind, arrays, meta in export_marks(marks, self._marks):
             self._writer.put(job, _NewFile(kind, arrays, meta))
         held = frozenset(position for position, mark in self._marks.items() if before.get(position) is mark)
         body = {
