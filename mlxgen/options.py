@@ -30,6 +30,10 @@ class SessionOptions:
     cache: CacheOptions = field(default_factory=CacheOptions)
     prefill_step_size: int = DEFAULT_STEP_SIZE
     max_stop_latency_s: float | None = None
+
+    `prefix_cache`: prompts begin with what the model's prefix cache knows of them, and leave there what they prefill
+    (see `prefix_cache`). It changes nothing but the time, so it isn't part of a snapshot. Not used with
+    `max_stop_latency_s`, where no two runs cut a prompt alike.
     raw: bool = False
     template_options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -37,6 +41,7 @@ class SessionOptions:
         self.cache.validate()
         if not 1 <= self.prefill_step_size < 2**31:
             raise InvalidValueError(
+    prefix_cache: bool = False
                 f"prefill_step_size is {self.prefill_step_size}; give 1 or more tokens (512 to 4096 is usual)"
             )
         latency = self.max_stop_latency_s

@@ -16,9 +16,13 @@ from mlxgen.errors import ContextLengthError
 from mlxgen.events import Event, Finished, FinishReason, InputProgress, PrefillProgress, Token, TopLogprob, Usage
 from mlxgen.history import Reply, token_record
 from mlxgen.models.memory import RunSize, check_fits, estimate_run, wired_limit
+from mlxgen.inputs import PreparedInput
 from mlxgen.options import ReplyOptions
 from mlxgen.prefill import MIN_STEP_SIZE, plan_prefill, step_size_for_latency
 from mlxgen.preparation import encode_medium, prepare_medium, prepared_input, require_vision, shared_prefix
+from mlxgen.prefixcache import PrefixCache, prefix_cache
+from mlxgen.prefixcache.cache import Prompt as PrefixPrompt
+from mlxgen.prefixcache.keys import MIN_TOKENS
 from mlxgen.sequence import Sampled
 from mlxgen.snapshot.store import Record
 from mlxgen.state import SessionState
@@ -71,6 +75,7 @@ class ReplyRun:
         self._reused_tokens = 0
         self._text: TextStream | None = None
         self._iterator: TokenIterator | None = None
+        self._prefixes = _prefix_cache_of(state)
         self._feed_s = 0.0  # how long the last chunk took, without what the consumer or a save took
 
     @property
@@ -144,18 +149,39 @@ class ReplyRun:
             )
         self._check_memory(len(target))
         inputs = prepared_input(state.model, prompt, [state.media[index] for index in state.media_in_use()])
-        keep = shared_prefix(sequence.ledger, sequence.inputs, target, inputs)
         # At least one token must be fed: its logits are where the reply begins.
-        keep = sequence.rewind(min(keep, len(target) - 1), cancel=self._cancel)
-        sequence.ids[keep:] = target[keep:]
-        sequence.inputs = inputs
+        keep = min(shared_prefix(sequence.ledger, sequence.inputs, target, inputs), len(target) - 1)
+        known = self._fill_known(target, inputs, keep)
+        if not known:
+            kept = sequence.rewind(keep, cancel=self._cancel)
+            known = self._fill_known(target, inputs, kept) if kept < keep else []
+            keep = kept
+        if known:
+            keep = 0
+        else:
+            sequence.ids[keep:] = target[keep:]
+            sequence.inputs = inputs
         step_size = None if state.options.max_stop_latency_s is not None else state.options.prefill_step_size
         data = {"keep": keep, "ids": target[keep:], "step_size": step_size}
         if inputs is not None:
             data["media"] = state.media_in_use()
             data["replies"] = [list(pair) for pair in prompt.reply_ranges]
         state.owed = None
-        state.record("prompt", data)
+        state.append(Record("prompt", data), *(Record("pass", [start, end - start]) for start, end in known))
+
+    def _fill_known(self, target: list[int], inputs: PreparedInput | None, keep: int) -> list[tuple[int, int]]:
+        """Fill the caches with what the prefix cache has of the prompt, if that is worth more than the first `keep`
+        tokens, which they share with it; the passes that were spared."""
+        cache, state = self._prefixes, self._state
+        if cache is None:
+            return []
+        prompt = PrefixPrompt(target, inputs, state.options.prefill_step_size)
+        known = cache.find(state.sequence, prompt)
+        end = known[-1].end if known else 0
+        # All of it is copied, so a few tokens more behind many aren't worth it.
+        if end - keep < max(MIN_TOKENS, end // 32):
+            return []
+        return [(chunk.start, chunk.end) for chunk in cache.fill(state.sequence, prompt, known, cancel=self._cancel)]
 
     def _check_memory(self, num_tokens: int) -> None:
         """Refuse what would freeze the machine, before anything is allocated; short runs aren't worth the estimate."""
@@ -215,6 +241,8 @@ class ReplyRun:
         self._feed_s = time.perf_counter() - began_s
         state.record("pass", [start, end - start])
         self._work.prefilled_tokens += end - start
+        if self._prefixes is not None:
+            self._prefixes.keep(sequence)
         state.unit_done("chunk")
         yield PrefillProgress(end, total)
 
@@ -392,3 +420,12 @@ def finished_event(reply: Reply, text: TextStream | None, usage: Usage) -> Finis
 def rebuild_text(tokenizer: Any, reply: Reply) -> TextStream:
     """The text stream of a reply as its tokens and marks say."""
     return TextStream.rebuild(tokenizer, reply.first_stops, reply.ids, reply.marks)
+def _prefix_cache_of(state: SessionState) -> PrefixCache | None:
+    options = state.options
+    if not options.prefix_cache or options.max_stop_latency_s is not None:
+        return None
+    cache = prefix_cache(state.model)
+    cache.watch(state.sequence)
+    return cache
+
+

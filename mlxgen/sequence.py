@@ -164,9 +164,13 @@ class TokenSequence:
 
         A cut less than `mark_every` tokens behind the one before is left out.
         """
-        if not self._marking or self.inputs is None:
+        return self.cuts_of(self.inputs)
+
+    def cuts_of(self, inputs: PreparedInput | None) -> tuple[int, ...]:
+        """The same for a prompt that isn't this sequence's yet."""
+        if not self._marking or inputs is None:
             return ()
-        ends = {span.medium: span.end for span in self.inputs.spans}
+        ends = {span.medium: span.end for span in inputs.spans}
         cuts: list[int] = []
         for end in sorted(ends.values()):
             if end - (cuts[-1] if cuts else 0) >= self.options.mark_every:
@@ -221,6 +225,26 @@ class TokenSequence:
         """One prefill pass: tokens `[num_fed, end)`, evaluated; logits are never computed. Commits, or is torn."""
         self.repair()
         self._prefill_pass(self.ids[self.num_fed : end], end)
+
+    def fill(
+        self,
+        ids: Sequence[int],
+        inputs: PreparedInput | None,
+        cache: list[Any],
+        entries: Sequence[tuple[str, int, int]],
+    ) -> None:
+        """Begin anew with `ids`, of which `cache` holds what the passes `entries` leave in empty caches."""
+        self.reset()
+        self._torn = _Tear.UNKNOWN  # should an exception come between, the passes are run again
+        self._rebuilding = self._parked = self.base = self.ahead = None
+        self.marks.cut(0)
+        self.ids, self.inputs = list(ids), inputs
+        self.cache[:] = cache
+        self.passes = PassLog(list(entries))
+        self.num_fed = sum(count for _, _, count in entries)
+        self._torn = None
+        if self._marking:
+            self.marks.take(self.cache, self.num_fed)
 
     def _prefill_pass(self, tokens: list[int], end: int) -> None:
         """Feed `tokens` in one pass, then trim to `end` (a pass that is run again may have been trimmed later)."""

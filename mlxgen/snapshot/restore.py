@@ -129,6 +129,13 @@ def _check_whole(path: str, kind: str, found: Any, expected: Any, fresh: Any, po
         raise SnapshotError(f"the state of cache {path} ({found[2:]}) doesn't fit {position} tokens; it can't be used")
 
 
+def check_bounded(cache: tuple[str, str], meta: Mapping[str, Any], expected: Any, fresh: Any, position: int) -> None:
+    """Raise `SnapshotError` unless `meta` can be that of a cache (path, kind) that isn't appended to, after `position`
+    tokens: built like `expected`, with an index that lies in its rows. `fresh` is an empty one of this model."""
+    _check_whole(*cache, meta["state"], expected, fresh, position)
+    _check_rows(*cache, meta, position)
+
+
 def _same_structure(found: Any, expected: Any) -> bool:
     if isinstance(expected, list):
         return isinstance(found, list) and len(found) == len(expected) and all(map(_same_structure, found, expected))
