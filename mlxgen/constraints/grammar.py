@@ -7,7 +7,10 @@ function of the ids it is given, and its parser is led to them, backwards if nee
 from __future__ import annotations
 
 import json
+import logging
 import re
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +24,8 @@ from mlxgen.constraints.masks import mask_of_bits
 from mlxgen.detokenizer import fast_backend, unwrap
 from mlxgen.errors import GrammarError, InvalidValueError, MlxgenError, UnsupportedError
 
+_log = logging.getLogger(__name__)
+
 GrammarKind = Literal["json_schema", "json", "regex", "lark"]
 
 _NAMES: Final[Mapping[str, str]] = {
@@ -30,6 +35,12 @@ _NAMES: Final[Mapping[str, str]] = {
     "lark": "Lark grammar",
 }
 MAX_GRAMMAR_CHARS: Final = 1_000_000
+MAX_COMPILE_S = 10.0
+_TRIAL: Final = """
+import sys
+from llguidance import LLMatcher, LLTokenizer
+LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(sys.stdin.buffer.read().decode()), log_level=0)
+"""
 # White space between the parts of a JSON text, as one run. Without an end, a model that has lost its way fills the
 # reply with it; this is a line break and thirty levels of two spaces.
 _JSON_SPACE: Final = r"[\x20\x0A\x0D\x09]{1,64}"
@@ -114,7 +125,7 @@ class Grammar:
         Raises `InvalidValueError` for a grammar that is wrong or that no text satisfies, `UnsupportedError` for what
         llguidance doesn't do, for a tokenizer that it can't use and where it isn't installed, `GrammarError` for a
         grammar that is too complex. The first time for a tokenizer takes up to a second or two, then a grammar takes
-        milliseconds; a stop waits for it.
+        milliseconds (at most `MAX_COMPILE_S`); a stop waits for it.
         """
         constraint = self.constraint(tokenizer, vocab_size, eos_token_ids)
         try:
@@ -234,10 +245,14 @@ class _Compiler:
         self._tokenizer = _library_tokenizer(library, tokenizer, eos)
         # Its messages would quote the grammar, the text so far and its own inner state.
         self._limits = library.LLParserLimits(verbose_errors=False)
+        self._tried: dict[Grammar, None] = {}
 
     def compile(self, grammar: Grammar) -> Any:
         """A parser of the grammar before the first token."""
         matcher, text = self._library.LLMatcher, grammar.text
+        if grammar.kind == "lark" and "~" in text and grammar not in self._tried:
+            _try_elsewhere(grammar)
+            self._tried[grammar] = None
         with _reported(grammar, 0):
             try:
                 if grammar.kind == "regex":
@@ -252,6 +267,32 @@ class _Compiler:
         if compiled.is_error():
             raise _compile_error(grammar, compiled.get_error())
         return compiled
+
+
+def _try_elsewhere(grammar: Grammar) -> None:
+    """Compile a Lark grammar in a process that can be ended. Raises `GrammarError` if that takes too long.
+
+    Intersections with complements (`~`) may take exponential time, which is the one place where the library has no
+    limit; and a thread that is inside it can't be stopped.
+    """
+    if not sys.executable or getattr(sys, "frozen", False):
+        return  # a program that brings its own Python: there is nothing to start
+    command = [sys.executable, "-c", _TRIAL]
+    try:
+        subprocess.run(
+            command,
+            input=grammar.text.encode(),
+            timeout=MAX_COMPILE_S,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise GrammarError(
+            f"the {grammar.name} is too complex: compiling it takes more than {MAX_COMPILE_S:g} s; simplify it"
+        ) from error
+    except OSError as error:
+        _log.debug("the grammar is compiled untried", exc_info=error)
 
 
 def _json_options(schema: str) -> dict[str, str]:

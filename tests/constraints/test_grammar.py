@@ -152,6 +152,22 @@ def test_a_schema_nested_too_deeply_is_too_complex(tokenizer) -> None:
         Grammar.json_schema(schema).validate(tokenizer, tiny.VOCAB_SIZE)
 
 
+def test_complements_that_would_take_for_ever_are_too_complex(tokenizer, monkeypatch) -> None:
+    text = "start: A\nA: /(.*a.{20})/ & /(.*b.{19})/ & /(.*c.{18})/ & ~/(.*d.{17}).*/ & /(.*h.{16}).*/"
+    monkeypatch.setattr(module, "MAX_COMPILE_S", 1.5)
+    with pytest.raises(GrammarError, match=r"too complex: compiling it takes more than 1\.5 s"):
+        Grammar.lark(text).validate(tokenizer, tiny.VOCAB_SIZE)
+    calls = []
+    monkeypatch.setattr(module, "_try_elsewhere", lambda grammar: calls.append(grammar))
+    simple = Grammar.lark("start: A\nA: /[a-z]{1,3}/ & ~/.*q.*/")
+    for _ in range(3):
+        constraint = constraint_of(simple, tokenizer)
+    assert calls == [simple], "tried once"
+    letters = {token: tokenizer.decode([token]) for token in ids_in(constraint.allowed([]))}
+    assert "a" in letters.values()
+    assert "q" not in letters.values()
+
+
 def test_without_the_library_the_message_says_how_to_get_it(tokenizer, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(UnsupportedError, match=r'pip install "mlxgen\[grammar\]"'):
