@@ -4,35 +4,36 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 
 from mlxgen.cancellation import Cancelled, CancelToken
+from mlxgen.constraints import BanConstraint
 from mlxgen.decode import TokenIterator
 from mlxgen.errors import ContextLengthError
-from mlxgen.events import Event, Finished, FinishReason, InputProgress, PrefillProgress, Token, TopLogprob, Usage
+from mlxgen.events import Backtrack, Event, Finished, FinishReason, InputProgress, PrefillProgress, Section, Usage
 from mlxgen.history import Reply, token_record
-from mlxgen.models.memory import RunSize, check_fits, estimate_run, wired_limit
 from mlxgen.inputs import PreparedInput
+from mlxgen.judge import Finish, Judge, Verdict, stop_of
+from mlxgen.models.memory import RunSize, check_fits, estimate_run, wired_limit
 from mlxgen.options import ReplyOptions
 from mlxgen.prefill import MIN_STEP_SIZE, plan_prefill, step_size_for_latency
-from mlxgen.preparation import encode_medium, prepare_medium, prepared_input, require_vision, shared_prefix
 from mlxgen.prefixcache import PrefixCache, prefix_cache
 from mlxgen.prefixcache.cache import Prompt as PrefixPrompt
 from mlxgen.prefixcache.keys import MIN_TOKENS
+from mlxgen.preparation import encode_medium, prepare_medium, prepared_input, require_vision, shared_prefix
 from mlxgen.sequence import Sampled
 from mlxgen.snapshot.store import Record
 from mlxgen.state import SessionState
+from mlxgen.steeredtext import BanHit, SteeredText
 from mlxgen.textstream import TextStream
 
 _log = logging.getLogger(__name__)
 
 _MIN_TOKENS_TO_ESTIMATE = 2048
-
-_Finish = dict[str, Any]  # the data of a `finish` record
 
 
 @dataclass(slots=True)
@@ -73,8 +74,10 @@ class ReplyRun:
         self._cancel = cancel
         self._work = Work(time.perf_counter())
         self._reused_tokens = 0
-        self._text: TextStream | None = None
+        self._judge: Judge | None = None
         self._iterator: TokenIterator | None = None
+        self._masking = False  # whether the iterator has masks for single places
+        self._num_handed = 0  # characters of the reply's text that have gone out with tokens
         self._prefixes = _prefix_cache_of(state)
         self._feed_s = 0.0  # how long the last chunk took, without what the consumer or a save took
 
@@ -87,7 +90,8 @@ class ReplyRun:
         """The events of the run; the last one is `Finished` unless an error is raised."""
         state = self._state
         try:
-            self._text = rebuild_text(state.model.tokenizer, self._reply)
+            tools = state.options.template_options.get("tools")
+            self._judge = Judge(state.model, self._reply, self._options, tools)
             with wired_limit(state.model):
                 try:
                     finish = yield from self._phases()
@@ -118,7 +122,7 @@ class ReplyRun:
             _log.debug("the token in flight was lost", exc_info=True)
         self._iterator = None
 
-    def _phases(self) -> Generator[Event, None, _Finish]:
+    def _phases(self) -> Generator[Event, None, Finish]:
         state = self._state
         for event in media_events(state, self._cancel):
             self._work.count(event)
@@ -240,46 +244,144 @@ class ReplyRun:
         sequence.feed(end)
         self._feed_s = time.perf_counter() - began_s
         state.record("pass", [start, end - start])
-        self._work.prefilled_tokens += end - start
         if self._prefixes is not None:
             self._prefixes.keep(sequence)
+        self._work.prefilled_tokens += end - start
         state.unit_done("chunk")
         yield PrefillProgress(end, total)
 
     # -- decode ----------------------------------------------------------------------------------------------------
 
-    def _decode(self) -> Generator[Event, None, _Finish]:
-        state, sequence, reply = self._state, self._state.sequence, self._reply
-        limit = self._limit()
-        stop_ids = self._stop_ids()
-        assert reply.start is not None
-        iterator = self._iterator = TokenIterator(
-            sequence,
-            options=self._options.decode_options(limit),
-            step=len(sequence.ids) - reply.start,
-            step_size=reply.step_size or state.options.prefill_step_size,
-            cancel=self._cancel,
-        )
+    def _decode(self) -> Generator[Event, None, Finish]:
+        state, reply, judge = self._state, self._reply, self._judge
+        assert judge is not None
+        limit = judge.limit = self._limit()
+        yield from self._steer(judge)
+        forces = judge.forces
         while limit is None or len(reply.tokens) < limit:
-            sampled = self._unrecorded()
+            forced = judge.forced() if forces else None
+            sampled = self._unrecorded() if forced is None else None
             if sampled is None:
-                begins = not reply.tokens and sequence.num_fed < reply.num_prompt_tokens
+                if self._iterator is None:
+                    yield from self._catch_up()
+                begins = not reply.tokens and state.sequence.num_fed < reply.num_prompt_tokens
                 if begins:
                     # The prompt's last token is fed by the pass that gives the reply's first. Said before that pass:
                     # between a token's sampling and its record nothing may come that a consumer could leave at.
                     yield PrefillProgress(reply.num_prompt_tokens, reply.num_prompt_tokens)
-                sampled = next(iterator)
+                if forced is None:
+                    sampled = next(self._iterator or self._open_iterator(judge, limit), None)
+                    if sampled is None:
+                        return {"reason": "stop", **judge.hit("grammar", None)}
+                else:
+                    sampled = Sampled(forced)
+                    self._make_place(judge)
                 self._work.prefilled_tokens += begins
-            event, marks, finish = self._show(sampled, stop_ids, limit)
-            # The last token and that it was the last are one write: a kill between the two would let a resumed run go
-            # on past the end.
-            ending = [] if finish is None else [Record("finish", finish)]
-            state.append(token_record(sampled), *marks, *ending)
-            state.unit_done("token", iterator.settle)
-            yield event
-            if finish is not None:
-                return finish
+            verdict = judge.judge(sampled, forced=forced is not None)
+            if isinstance(verdict, BanHit):
+                yield from self._take_back(judge, verdict, sampled)
+                continue
+            self._count_token()
+            if forced is not None:
+                state.put([forced], *_seams(verdict))
+            else:
+                if self._options.grammar is not None and self._iterator is not None and self._iterator.complete:
+                    verdict = judge.completed(verdict)
+                # The last token and that it was the last are one write: a kill between the two would let a resumed run
+                # go on past the end.
+                state.append(token_record(sampled), *_seams(verdict))
+            if self._masking and not judge.banned():
+                self._settle()
+            self._num_handed += len(verdict.event.text)
+            state.unit_done("token", self.settle)
+            yield verdict.event
+            if verdict.following:
+                yield from verdict.following
+            if verdict.finish is not None:
+                return verdict.finish
         return {"reason": "length"}
+
+    def _catch_up(self) -> Iterator[PrefillProgress]:
+        """Feed what going back has left to be fed, all but the last token."""
+        sequence = self._state.sequence
+        sequence.repair(self._cancel)
+        if self._reply.tokens and sequence.num_fed < len(sequence.ids) - 1:
+            yield from self._prefill()
+
+    def _open_iterator(self, judge: Judge, limit: int | None) -> TokenIterator:
+        state, reply = self._state, self._reply
+        banned = judge.banned()
+        self._masking = bool(banned)
+        constraints = (BanConstraint(banned, state.model.vocab_size),) if banned else ()
+        assert reply.start is not None
+        self._iterator = TokenIterator(
+            state.sequence,
+            options=self._options.decode_options(limit, constraints).bound(state.model),
+            step=len(state.sequence.ids) - reply.start,
+            step_size=reply.step_size or state.options.prefill_step_size,
+            cancel=self._cancel,
+        )
+        return self._iterator
+
+    def _steer(self, judge: Judge) -> Iterator[Section | Backtrack]:
+        """Note down what the reply's text is steered by from here on, where that isn't what it was so far."""
+        state, reply = self._state, self._reply
+        text = judge.text
+        if isinstance(text, SteeredText) and text.hit is not None and text.hit.kind == "regex":
+            while text.stop_hit is not None:  # the reply goes on after it
+                state.record("mark", [len(reply.tokens), "release"])
+                text.release()
+        wanted = judge.steering(state.history.ids[: reply.start])
+        while wanted is not None and (hit := judge.banned_before(wanted)) is not None:
+            self._num_handed = len(judge.text.text) - len(judge.text.carried)
+            yield from self._go_back(judge, hit.index, hit.banned)
+            wanted = judge.steering(state.history.ids[: reply.start])
+        text = judge.text
+        if wanted is not None:
+            known = isinstance(text, SteeredText) and text.steering.sections
+            state.record("mark", [len(reply.tokens), "steer", wanted.to_json()])
+            judge.rebuild()
+            text = judge.text
+            if wanted.sections and not known and isinstance(text, SteeredText) and text.opening is not None:
+                yield text.opening
+        self._num_handed = len(text.text) - len(text.carried)
+
+    def _make_place(self, judge: Judge) -> None:
+        """Before a token that the model doesn't choose: the token before it is fed by a decode pass, as it would have
+        been if the model had chosen."""
+        state, sequence = self._state, self._state.sequence
+        self._cancel.checkpoint()
+        self._settle()
+        state.agree(self._cancel)
+        if sequence.num_fed < len(sequence.ids):
+            sequence.feed_one()
+        mark = judge.closing_mark()
+        if mark is not None:
+            state.append(mark)
+
+    def _take_back(self, judge: Judge, hit: BanHit, sampled: Sampled) -> Iterator[Backtrack]:
+        """Go back to where a banned string begins, and keep its first token from coming there again."""
+        reply, index = self._reply, judge.first_to_go(hit)
+        token = sampled.id if index == len(reply.tokens) else reply.tokens[index].id
+        judge.check_backtrack(hit, index, token)
+        self._count_token()
+        self._settle()
+        yield from self._go_back(judge, index, hit.banned, token)
+
+    def _go_back(self, judge: Judge, index: int, banned: str, token: int | None = None) -> Iterator[Backtrack]:
+        self._state.back_to(index, banned=token)
+        judge.rebuild()
+        if len(judge.text.text) - len(judge.text.carried) != self._num_handed:
+            self._state.record("mark", [index, "shown", self._num_handed])
+            judge.rebuild()
+        yield Backtrack(index, banned)
+
+    def _count_token(self) -> None:
+        now_s = time.perf_counter()
+        self._work.generated_tokens += 1
+        if self._work.first_token_s is None:
+            self._work.first_token_s = now_s
+        self._work.last_token_s = now_s
 
     def _unrecorded(self) -> Sampled | None:
         """The token that a KeyboardInterrupt in just the wrong place left in the sequence but not in the history."""
@@ -297,47 +399,12 @@ class ReplyRun:
             return room
         return limit
 
-    def _stop_ids(self) -> frozenset[int]:
-        own = frozenset(self._options.stop_token_ids)
-        return own if self._options.ignore_eos else own | self._state.model.eos_token_ids
-
-    def _show(
-        self, sampled: Sampled, stop_ids: frozenset[int], limit: int | None
-    ) -> tuple[Token, list[Record], _Finish | None]:
-        """The event of a token that is about to be recorded, its marks, and how the reply ends if it ends with it."""
-        text = self._text
-        assert text is not None
-        now_s = time.perf_counter()
-        self._work.generated_tokens += 1
-        if self._work.first_token_s is None:
-            self._work.first_token_s = now_s
-        self._work.last_token_s = now_s
-        count = len(self._reply.tokens) + 1
-        carried = text.carried  # let go of when the reply went on; travels with this token
-        marks: list[Record] = []
-        finish: _Finish | None = None
-        if sampled.id in stop_ids:
-            marks = [Record("mark", [count, "silent"]), Record("mark", [count, "flush"])]
-            text.skip()
-            shown = text.flush()
-            finish = {"reason": "stop", "stop_token": sampled.id}
-        else:
-            step = text.feed(sampled.id)
-            shown = step.text
-            if step.stop_hit is not None:
-                finish = {"reason": "stop", "stop_string": step.stop_hit}
-            elif limit is not None and count >= limit:
-                marks = [Record("mark", [count, "flush"])]
-                shown += text.flush()
-                finish = {"reason": "length"}
-        top = None if sampled.top is None else tuple(TopLogprob(id=i, logprob=v) for i, v in sampled.top)
-        return Token(count - 1, sampled.id, carried + shown, sampled.logprob, top), marks, finish
-
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def finished(self) -> Finished:
         """The last event: what `finish` in the history says, with the whole text and what this run did."""
-        return finished_event(self._reply, self._text, self._usage())
+        text = None if self._judge is None else self._judge.text
+        return finished_event(self._reply, text, self._usage(), self._state.options.template_options.get("tools"))
 
     def _usage(self) -> Usage:
         work, reply = self._work, self._reply
@@ -359,6 +426,15 @@ class ReplyRun:
             frames_prepared=work.frames_prepared,
             frames_encoded=work.frames_encoded,
         )
+
+
+def _prefix_cache_of(state: SessionState) -> PrefixCache | None:
+    options = state.options
+    if not options.prefix_cache or options.max_stop_latency_s is not None:
+        return None
+    cache = prefix_cache(state.model)
+    cache.watch(state.sequence)
+    return cache
 
 
 def media_events(state: SessionState, cancel: CancelToken) -> Iterator[InputProgress]:
@@ -403,10 +479,13 @@ def _counted_over(state: SessionState, indices: Sequence[int], index: int, event
     return replace(event, index=before + event.index, total=total)
 
 
-def finished_event(reply: Reply, text: TextStream | None, usage: Usage) -> Finished:
-    """The `Finished` of a reply as its history has it."""
+def finished_event(
+    reply: Reply, text: TextStream | None, usage: Usage, tools: Sequence[Mapping[str, Any]] | None = None
+) -> Finished:
+    """The `Finished` of a reply as its history has it. `tools` are those the template was given, for parsing calls."""
     finish = reply.finish or {"reason": "cancelled", "cancel_reason": None}
     reason: FinishReason = finish["reason"]
+    steered = text if isinstance(text, SteeredText) else None
     return Finished(
         finish_reason=reason,
         cancel_reason=finish.get("cancel_reason"),
@@ -414,18 +493,14 @@ def finished_event(reply: Reply, text: TextStream | None, usage: Usage) -> Finis
         usage=usage,
         stop_string=finish.get("stop_string"),
         stop_token=finish.get("stop_token"),
+        stop=stop_of(finish),
+        sections=() if steered is None else steered.sections(),
+        tool_calls=() if steered is None else steered.tool_calls(tools),
     )
 
 
-def rebuild_text(tokenizer: Any, reply: Reply) -> TextStream:
-    """The text stream of a reply as its tokens and marks say."""
-    return TextStream.rebuild(tokenizer, reply.first_stops, reply.ids, reply.marks)
-def _prefix_cache_of(state: SessionState) -> PrefixCache | None:
-    options = state.options
-    if not options.prefix_cache or options.max_stop_latency_s is not None:
-        return None
-    cache = prefix_cache(state.model)
-    cache.watch(state.sequence)
-    return cache
-
-
+def _seams(verdict: Verdict) -> list[Record]:
+    """What is recorded in one write with a token: its marks, and that it was the last."""
+    if verdict.finish is None:
+        return [*verdict.marks]
+    return [*verdict.marks, Record("finish", verdict.finish)]

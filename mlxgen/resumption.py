@@ -17,7 +17,7 @@ from mlxgen.models.fingerprint import Fingerprint
 from mlxgen.models.hub import LoadProgress
 from mlxgen.models.load import LoadOptions, load
 from mlxgen.models.model import Model
-from mlxgen.options import ReplyOptions, SessionOptions
+from mlxgen.options import ReplyOptions, SessionOptions, StopWhen
 from mlxgen.persist import AutosavePolicy, Keeper
 from mlxgen.sampling import LogitsProcessor, is_resumable
 from mlxgen.sequence import PassLog, TokenSequence
@@ -32,7 +32,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ResumeOptions:
-    """`model` to use instead of loading the recorded one (it must be the same); `processors` as the reply had them.
+    """`model` to use instead of loading the recorded one (it must be the same); `processors` and `stop_when` as the
+    reply had them.
 
     `load` is how the recorded model is loaded (its adapter and revision come from the snapshot). A snapshot may be
     somebody else's: addresses that it names are fetched only with `allow_urls`.
@@ -42,6 +43,7 @@ class ResumeOptions:
     load: LoadOptions = LoadOptions()
     allow_urls: bool = False
     processors: tuple[LogitsProcessor, ...] = ()
+    stop_when: StopWhen | None = None
     policy: AutosavePolicy = AutosavePolicy()
     on_progress: Callable[[LoadProgress], None] | None = None
 
@@ -67,7 +69,7 @@ def resume(
         _check_ids(history, model)
         session = Session._restored(model, _session_options(history), history)
         session.state.allow_urls = options.allow_urls
-        session.state.reply_options = _reply_options(history, model, options.processors)
+        session.state.reply_options = _reply_options(history, model, options)
         adopted = _restore(store, session, options, cancel)
         keeper = Keeper(store, options.policy, files=adopted.files)
         keeper.adopt(session.state, adopted.cache, adopted.media)
@@ -135,13 +137,14 @@ def _session_options(history: History) -> SessionOptions:
     return options
 
 
-def _reply_options(history: History, model: Model, processors: tuple[LogitsProcessor, ...]) -> ReplyOptions | None:
-    """What the last reply was run with. A finished one can be opened without its processors (but not go on)."""
+def _reply_options(history: History, model: Model, given: ResumeOptions) -> ReplyOptions | None:
+    """What the last reply was run with. A finished one can be opened without its processors and its `stop_when` (but
+    not go on)."""
     reply = history.reply
     if reply is None:
         return None
     try:
-        options = ReplyOptions.from_json(reply.options, processors)
+        options = ReplyOptions.from_json(reply.options, given.processors, given.stop_when)
         options.validate(model.vocab_size)
     except NotResumableError:
         if reply.finished:
@@ -200,8 +203,8 @@ def _restore_generation(store: SnapshotStore, session: Session, cancel: CancelTo
     restore_cache(store, session.sequence, state, cancel=cancel)
     sequence = session.sequence
     sequence.num_fed, sequence.passes.entries = state.position, list(state.passes)
-    for note in restore_marks(store, sequence, list(manifest.body.get("marks", ())), cancel=cancel):
-        _log.info("%s", note)
+    store.notes += restore_marks(store, sequence, list(manifest.body.get("marks", ())), cancel=cancel)
+    sequence.mark()  # a mark at the end itself would be a second copy of the state, and isn't in a file
     session.state.media = media
     counts = {index: (len(medium.frames), len(medium.features)) for index, medium in enumerate(media)}
     return _Adopted(list(manifest.files), state, counts)

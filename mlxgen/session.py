@@ -20,6 +20,7 @@ from mlxgen.errors import InvalidValueError, MediaError, MlxgenError, SessionBus
 from mlxgen.events import Event, Finished, InputProgress, Usage
 from mlxgen.history import History, Mark, Reply, Turn, token_data
 from mlxgen.inputs import PreparedMedium
+from mlxgen.judge import rebuild_text
 from mlxgen.models.memory import available_bytes
 from mlxgen.models.model import Model
 from mlxgen.options import ReplyOptions, SessionOptions
@@ -27,7 +28,7 @@ from mlxgen.owner import last_event, stream_from_owner
 from mlxgen.persist import AutosavePolicy, Keeper
 from mlxgen.positions import Place, Score, ids_of, place_of_mark, place_of_token, put, reopen, rewind, score
 from mlxgen.preparation import require_vision
-from mlxgen.reply import ReplyRun, finished_event, media_events, rebuild_text
+from mlxgen.reply import ReplyRun, finished_event, media_events
 from mlxgen.request import Part
 from mlxgen.sampling import is_resumable
 from mlxgen.sequence import Sampled, TokenSequence
@@ -124,9 +125,8 @@ class Session:
         reply = self.history.reply
         if reply is None or not reply.finished:
             return None
-        return finished_event(
-            reply, rebuild_text(self.model.tokenizer, reply), Usage(prompt_tokens=reply.num_prompt_tokens)
-        )
+        text, usage = rebuild_text(self.model.tokenizer, reply), Usage(prompt_tokens=reply.num_prompt_tokens)
+        return finished_event(reply, text, usage, self.options.template_options.get("tools"))
 
     @property
     def snapshot_path(self) -> Path | None:
@@ -190,7 +190,7 @@ class Session:
         The first event comes after the turn was added; an invalid option raises before that and changes nothing. A
         token that is already cancelled runs nothing: the turn stays and the only event is `Finished`.
         """
-        reply.validate(self.model.vocab_size)
+        reply.validate(self.model.vocab_size, self.model)
         self._require_resumable(reply)
         self._close_active()
         if prompt is not None:
@@ -236,7 +236,7 @@ class Session:
             if current.finished and reply.max_tokens is not None:
                 limit = len(current.tokens) + reply.max_tokens
         else:
-            reply.validate(self.model.vocab_size)
+            reply.validate(self.model.vocab_size, self.model)
             self._require_resumable(reply)
             limit = None if reply.max_tokens is None else len(current.tokens) + reply.max_tokens
         return self._start(reply, continued=True, limit=limit, cancel=cancel)
@@ -276,7 +276,7 @@ class Session:
 
     def _require_resumable(self, reply: ReplyOptions) -> None:
         if self._keeper is not None:
-            reply.decode_options(None).require_resumable()
+            reply.require_resumable()
 
     def _start(
         self, reply: ReplyOptions, *, continued: bool, limit: int | None, added: bool = False, cancel: CancelToken
@@ -367,17 +367,19 @@ class Session:
         rewind(state, place)
 
     def _require_processors_allow(self, place: Place) -> None:
-        """A processor of the user's own remembers where it is now, and where the last run began; nothing between."""
+        """A processor of the user's own remembers where it is now, and what it was when the last run began (unless a
+        token was sampled ahead then, which it had seen); nothing between."""
         options, reply = self.state.reply_options, self.history.reply
         if options is None or reply is None or place.num_tokens is None or place.num_turns != len(self.history.turns):
             return
         if place.num_tokens == len(reply.tokens) or not any(map(is_resumable, options.processors)):
             return
         resumed = reply.resumed
-        if resumed is None or resumed.num_tokens != place.num_tokens or not resumed.memory:
+        known = resumed is not None and resumed.num_tokens == place.num_tokens and resumed.pending is None
+        if resumed is None or not known or not resumed.memory:
             raise InvalidValueError(
                 f"can't rewind to token {place.num_tokens} of this reply: its custom logits processors don't know what "
-                "they were there; rewind to where a run of it began, or to a turn"
+                "they were there; rewind to where the reply began, or to a turn"
             )
         for processor, memory in zip(filter(is_resumable, options.processors), resumed.memory, strict=True):
             processor.restore(memory)
@@ -409,7 +411,7 @@ class Session:
         """
         if num_branches < 1:
             raise InvalidValueError(f"{num_branches} branches; give 1 or more")
-        reply.validate(self.model.vocab_size)
+        reply.validate(self.model.vocab_size, self.model)
         sampling = reply.sampling.with_seed()
         if self.history.reply is None or not self.history.reply.tokens:
             self.prefill(cancel=cancel)

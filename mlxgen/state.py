@@ -149,9 +149,9 @@ class SessionState:
             data["banned"] = banned
         self.record("rewind", data)
 
-    def put(self, ids: Sequence[int]) -> None:
+    def put(self, ids: Sequence[int], *following: Record) -> None:
         """Make `ids` the next tokens of the last reply, as if the model had chosen them. They are fed with the next
-        run."""
+        run. `following` are records that belong to them, written with them."""
         self.agree()
         data: dict[str, Any] = {"ids": list(ids)}
         memory = self.processor_states()
@@ -161,7 +161,7 @@ class SessionState:
             self.sequence.ahead = None
             data["fed"] = self.sequence.end
             self.sequence.ids += ids
-        self.record("append", data)
+        self.append(Record("append", data), *following)
 
     def fork(self) -> SessionState:
         """The same conversation for another session; nothing is run and no array is copied (`TokenSequence.fork`)."""
@@ -203,7 +203,7 @@ class SessionState:
     def require_resumable(self) -> None:
         """Raise `NotResumableError` if the reply under way has something that can't be saved."""
         if self.reply_options is not None and self.unfinished:
-            self.reply_options.decode_options(None).require_resumable()
+            self.reply_options.require_resumable()
 
     def processor_states(self) -> list[Any]:
         """What the custom processors of the reply under way want saved."""

@@ -2,8 +2,8 @@
 
 Three things look at the same text, and the least of what they let go is shown: the stop strings (`StopMatcher`), the
 stop patterns (`RegexStops`), and section markers that take several tokens. Banned strings go before all of them, since
-tokens that may still be taken back count for nothing: while the text's end may become a banned string, what is shown is
-what would be shown if the tokens from its beginning on didn't exist.
+tokens that may still be taken back count for nothing, not even for what they say about the text before them: while the
+text's end may become a banned string, nothing more is shown.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mlxgen.textstream import Mark, TextHit, TextStep, TextStream
 from mlxgen.toolcalls import parse_tool_calls
 
 # Searches that were quick enough once are done again when a stream is rebuilt, perhaps on a slower machine.
-_PATIENCE = 20
+_PATIENCE = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +89,17 @@ class SteeredText(TextStream):
         self._tracker = tracker
         self._regex = RegexStops(())
         self._bans: BanList | None = None
-        self._patience = 1
+        self._replaying = False
+        # While tokens are replayed: after which of them (as numbers of characters) text may have been shown, and how
+        # much at most; how much the patterns let go is only looked up where it matters.
+        self._owed: list[tuple[int, int]] = []
         self.steering = Steering()
         self.lifted: tuple[int, int] = (0, 0)  # at this place, so many of the banned ids are allowed again
         self._all = ""
         self._num_shown = 0
         self._num_emitted = 0  # what the stop strings alone would let go
         self._whole: list[bool] = []  # whether the text ended between two characters after each token
-        # By number of tokens: what stop strings, patterns and markers would show, and how many tokens are certain.
-        self._limits = [0]
-        self._certain = [0]
+        self._certain = [0]  # by number of tokens: how many of them won't be taken back
         self._floor = 0
         self._new: list[Section | ToolText] = []
         self._waiting: list[Section | ToolText] = []
@@ -112,14 +113,16 @@ class SteeredText(TextStream):
         tracked = [steering for steering in steers if steering.sections]
         tracker = SectionTracker(SectionMarkers.of(tokenizer), opened=tracked[-1].opened) if tracked else None
         stream = cls(tokenizer, stop_strings, tracker=tracker)
-        stream._patience = _PATIENCE
+        stream._replaying = True
         stream._replay_all(tokens, marks)
-        stream._patience = 1
+        stream._pay()
+        stream._replaying = False
         stream._regex.seconds = MAX_SECONDS
         stream.ready()
         return stream
 
     def _replay(self, kind: str, detail: Any) -> None:
+        self._pay()
         if kind == "steer":
             self._steer(Steering.from_json(detail))
         elif kind == "shown":
@@ -136,10 +139,22 @@ class SteeredText(TextStream):
         """Like `feed`, but a token that completes a banned string is said to; the stream must then be rebuilt."""
         start = self._take(token)
         if self._bans is not None and start < len(self._all):
-            found = self._bans.completed(self._all, start)
-            if found is not None:
-                return BanHit(found[1], max(self._token_of(found[0]), self._floor, self._first_unshown()))
+            hit = self._completed(self._bans, start)
+            if hit is not None:
+                return hit
         return self._settle(token, start)
+
+    def banned_in_held(self, strings: Sequence[str]) -> BanHit | None:
+        """The first of these strings that the text which isn't shown yet completes: for strings that weren't banned
+        when it was said. None also where no token can be taken back."""
+        hit = self._completed(BanList(strings), self._num_shown)
+        return hit if hit is not None and hit.index < self._num_tokens else None
+
+    def _completed(self, bans: BanList, new: int) -> BanHit | None:
+        found = bans.completed(self._all, new)
+        if found is None:
+            return None
+        return BanHit(found[1], max(self._token_of(found[0]), self._floor, self._first_unshown()))
 
     def skip(self) -> None:
         super().skip()
@@ -166,26 +181,46 @@ class SteeredText(TextStream):
     def _settle(self, token: int, start: int) -> TextStep:
         if self._tracker is not None:
             self._found(self._tracker.feed(token, self._num_tokens - 1, self._all, start))
-        if self._regex.patterns and self._regex.hit is None:
+        if self._regex.patterns and self._regex.hit is None and not self._replaying:
             self._regex.search(self._all)
-        return TextStep(self._advance(), self.stop_hit)
+        return TextStep(self._advance(later=self._replaying), self.stop_hit)
 
-    def _advance(self) -> str:
-        """Show what may be shown now; returns what that adds."""
-        count = self._num_tokens
+    def _advance(self, *, later: bool = False) -> str:
+        """Show what may be shown now, or (`later`) when it is paid; returns what that adds."""
         hit = self._hit_start()
+        partial = None if self._bans is None or hit is not None else self._bans.first_partial(self._all)
+        certain = self._num_tokens if partial is None else self._certain[self._token_of(partial)]
+        del self._certain[self._num_tokens :]
+        self._certain.append(certain)
+        if partial is not None:
+            return ""
         if hit is not None:  # the reply ends there, whatever might have become of what comes before
-            limit, certain = hit, count
+            limit = hit
         else:
             marker = self._tracker.hold if self._tracker is not None and self.steering.sections else None
-            holds = (self._regex.hold, marker)
-            limit = min([self._num_emitted, *(hold for hold in holds if hold is not None)])
-            partial = None if self._bans is None else self._bans.first_partial(self._all)
-            certain = count if partial is None else self._certain[self._token_of(partial)]
-        del self._limits[count:], self._certain[count:]
-        self._limits.append(limit)
-        self._certain.append(certain)
-        return self._show_up_to(self._limits[certain])
+            limit = self._num_emitted if marker is None else min(self._num_emitted, marker)
+        if later and self._regex.patterns:
+            self._owed.append((len(self._all), limit))
+            return ""
+        return self._show_up_to(limit if self._regex.hold is None or hit is not None else min(limit, self._regex.hold))
+
+    def _pay(self) -> None:
+        """Show what replayed tokens have shown, as far as patterns let it go; see whether one of them has hit.
+
+        Only the last text is always searched. What comes before it matters where it was let go and isn't by now.
+        """
+        if not self._regex.patterns or not self._replaying:
+            return
+        owed, self._owed = self._owed, []
+        if self._regex.hit is None:
+            self._regex.search(self._all)
+        now = self._regex.hold if self._hit_start() is None else self._hit_start()
+        for num_chars, limit in reversed(owed):
+            if limit > self._num_shown:
+                hold = now if num_chars == len(self._all) else self._regex.first(self._all[:num_chars])
+                self._show_up_to(limit if hold is None else min(limit, hold))
+        if self._regex.hit is not None:
+            self._advance()
 
     def _show_up_to(self, end: int) -> str:
         text = self._all[self._num_shown : end]
@@ -212,7 +247,6 @@ class SteeredText(TextStream):
             return ""
         self._num_emitted += len(self._matcher.flush())
         self._floor = self._num_tokens
-        self._limits[-1] = max(self._limits[-1], self._num_emitted)
         self._certain[-1] = self._num_tokens
         return self._show_up_to(self._num_emitted)
 
@@ -235,7 +269,8 @@ class SteeredText(TextStream):
 
     def _steer(self, steering: Steering) -> None:
         if steering.stop_regex != self._regex.patterns:
-            self._regex = RegexStops(steering.stop_regex, self._num_shown, seconds=MAX_SECONDS * self._patience)
+            seconds = MAX_SECONDS * (_PATIENCE if self._replaying else 1)
+            self._regex = RegexStops(steering.stop_regex, self._num_shown, seconds=seconds)
             self._regex.search(self._all)
         self._bans = BanList(steering.ban) if steering.ban else None
         self.steering = steering

@@ -5,7 +5,7 @@ The `regex` package is used for its partial matches (what may still become a mat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -59,6 +59,19 @@ class RegexStops:
     def search(self, text: str) -> None:
         """Look at the whole text so far; sets `hit`, or else `hold` (None: nothing is held back)."""
         self.hit = self.hold = None
+        for pattern, found in self._found(text):
+            first, end = found.span()
+            if not found.partial:
+                if self.hit is None or first < self.hit.start:
+                    self.hit = PatternHit(pattern, first, end)
+            elif self.hold is None or first < self.hold:
+                self.hold = first
+
+    def first(self, text: str) -> int | None:
+        """Where in an earlier text something matched, or might have become a match; changes nothing here."""
+        return min((found.start() for _, found in self._found(text)), default=None)
+
+    def _found(self, text: str) -> Iterator[tuple[str, regex.Match[str]]]:
         for pattern, compiled, start in zip(self.patterns, self._compiled, self._starts, strict=True):
             start = max(start, len(text) - MAX_MATCH_CHARS)
             if start > len(text):
@@ -70,14 +83,8 @@ class RegexStops:
                     f"the stop pattern {_shown(pattern)} took longer than {self.seconds:g} s to search "
                     f"{len(text) - start} characters; write it without nested repetitions, or go on without it"
                 ) from error
-            if found is None:
-                continue
-            first, end = found.span()
-            if not found.partial:
-                if self.hit is None or first < self.hit.start:
-                    self.hit = PatternHit(pattern, first, end)
-            elif self.hold is None or first < self.hold:
-                self.hold = first
+            if found is not None:
+                yield pattern, found
 
     def release(self, text: str) -> None:
         """After a hit: go on behind it, with the text there is. That may hit again."""

@@ -9,10 +9,11 @@ from typing import Any
 from mlxgen.errors import MlxgenError
 from mlxgen.events import Finished, Usage
 from mlxgen.history import History
+from mlxgen.judge import rebuild_text
 from mlxgen.models.config import read_config
 from mlxgen.models.fingerprint import fingerprint_files, fingerprint_parts
 from mlxgen.models.load import LoadOptions, read_tokenizer
-from mlxgen.reply import finished_event, rebuild_text
+from mlxgen.reply import finished_event
 
 
 def recorded_reply(history: History) -> Finished | None:
