@@ -63,7 +63,7 @@ class Reply:
         self.banned = {position: ids for position, ids in self.banned.items() if position <= num_tokens}
         self.finish = None
         if self.resumed is not None:
-            at_start = self.resumed.num_tokens == num_tokens
+            at_start = self.resumed.num_tokens == num_tokens and self.resumed.pending is None
             memory = self.resumed.memory if at_start else ()
             self.resumed = replace(self.resumed, num_tokens=num_tokens, pending=None, memory=memory)
 

@@ -372,3 +372,67 @@ def test_branches_that_do_not_fit_are_parked_and_go_on_as_if_they_had_not_been(n
     assert tight == free
     assert held > 0
     assert parked == 0
+
+
+class Wandering:
+    """A processor with a memory: its bias depends on how often it was called."""
+
+    name = "test/wandering"
+    needs_host_ids = False
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, tokens, logits):
+        self.calls += 1
+        return logits + 0.3 * mx.sin(mx.arange(logits.shape[-1]) * (1 + self.calls % 17))
+
+    def state(self):
+        return {"calls": self.calls}
+
+    def restore(self, state, /) -> None:
+        self.calls = state["calls"]
+
+
+def test_a_processor_of_the_users_own_is_copied_for_a_fork_and_bounds_rewinding(tmp_path) -> None:
+    reply = replace(sampled(12), processors=(Wandering(),))
+    expected = Outcome()
+    expected.take(new_session(SETUPS["llama"]).stream(PROMPT, reply=replace(reply, processors=(Wandering(),))))
+
+    session = new_session(SETUPS["llama"])
+    list(session.stream(PROMPT, reply=reply, cancel=StopAt(8)))
+    count = session.position
+    assert 0 < count < 12
+    twin = session.fork()
+    for one in (twin, session):
+        outcome = Outcome()
+        outcome.take(one.continue_())
+        assert outcome.values == expected.values[count:]
+    start = session.history.reply.start
+    for position in (start + count, start + count + 1):
+        with pytest.raises(InvalidValueError, match="don't know what they were there"):
+            session.rewind(num_tokens=position)
+    session = new_session(SETUPS["llama"])
+    list(session.stream(PROMPT, reply=replace(reply, processors=(Wandering(),))))
+    session.rewind(num_tokens=start)  # where the run began
+    outcome = Outcome()
+    outcome.take(session.continue_())
+    assert outcome.values == expected.values
+
+
+def test_words_in_the_mouth_and_a_processor_with_a_memory_resume_exactly(tmp_path) -> None:
+    def run(folder) -> list:
+        session = new_session(SETUPS["llama"])
+        list(session.stream(PROMPT, reply=replace(sampled(12), processors=(Wandering(),)), cancel=StopAt(8)))
+        session.append_text("And so ")
+        outcome = Outcome()
+        outcome.take(session.continue_(cancel=StopAt(None if folder is None else 3)))
+        if folder is not None:
+            session.save(folder / "a.mlxgen")
+            session.close()
+            options = ResumeOptions(model=session.model, processors=(Wandering(),))
+            session = resume(folder / "a.mlxgen", options=options)
+            outcome.take(session.continue_())
+        return [outcome.values, session.history.reply.ids]
+
+    assert run(tmp_path) == run(None)
