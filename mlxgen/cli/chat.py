@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mlxgen.cancellation import CancelToken, cancel_on_interrupt
+from mlxgen.cancellation import CancelToken
 from mlxgen.cli import cached, exitcodes
+from mlxgen.cli.answers import Answers, Begin
+from mlxgen.cli.branching import MAX_BRANCHES, Branching
 from mlxgen.cli.console import Console, printable
+from mlxgen.cli.conversations import MAIN, Conversation, Conversations
 from mlxgen.cli.generate import discard
 from mlxgen.cli.lines import Interrupted, Lines
 from mlxgen.cli.media import image_part, media_options, video_part
@@ -19,25 +23,32 @@ from mlxgen.cli.settings import (
     check_new_snapshot,
     load_model,
     reply_options,
+    reply_prefix,
     session_options,
     show_load,
 )
 from mlxgen.errors import InvalidValueError, MlxgenError
-from mlxgen.events import Event, InputProgress, PrefillProgress, Token
 from mlxgen.options import ReplyOptions
 from mlxgen.request import MediaOptions, Part
 from mlxgen.resumption import ResumeOptions, resume
 from mlxgen.session import Session
 
 _HELP = """\
-/retry          answer the last turn again
-/continue       go on with the last answer, where it was stopped or full
-/undo           take the last turn and its answer back
-/image PATH     show a picture with the next turn (several: one by one)
-/video PATH     the same with a video
-/save PATH      write a snapshot of the conversation
+/retry             answer the last turn again
+/branch N          N answers to the last turn, to choose from
+/continue          go on with the last answer, where it was stopped or full
+/undo              take the last turn and its answer back
+/edit [N] TEXT     put TEXT in the place of the last turn (of turn N) and answer again
+/turns             your turns, with their numbers
+/rewind [N|MARK]   take back the last answer; the last N turns; what came after a mark
+/mark [NAME]       remember this place for /rewind
+/fork [NAME]       go on in a copy of the conversation; the original stays as it is
+/switch [NAME]     go to another of the conversations; without a name, list them
+/image PATH        show a picture with the next turn (several: one by one)
+/video PATH        the same with a video
+/save PATH         write a snapshot of the conversation
 /help, /exit
-//text          a turn that begins with /
+//text             a turn that begins with /
 Ctrl-C stops an answer and keeps it; at the prompt, twice leaves (Ctrl-D too)."""
 
 
@@ -45,14 +56,24 @@ def run(args: argparse.Namespace, console: Console, cancel: CancelToken) -> int:
     """Load, then read lines until the user leaves; the conversation is kept in a snapshot all along."""
     if args.resume is not None and (args.system is not None or args.snapshot is not None):
         raise UsageError("--resume goes on in its own snapshot with its own system prompt; leave the others away")
-    reply = reply_options(args)
-    limits = media_options(args)
-    session = _open(args, console, cancel)
-    with closing(session):
-        reply.validate(session.model.vocab_size)
-        code = _Chat(session, console, cancel, reply, limits).loop()
-        _leave(session, console, named=args.snapshot is not None or args.resume is not None)
+    asked = _Asked(reply_options(args), reply_prefix(args), media_options(args))
+    named = args.snapshot is not None or args.resume is not None
+    conversations = Conversations(_open(args, console, cancel), named=named)
+    with closing(conversations):
+        model = conversations.current.session.model
+        asked.reply.validate(model.vocab_size, model)
+        code = _Chat(conversations, console, cancel, asked).loop()
+        _leave(conversations, console, named=named)
         return code
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What the command line asks for: how to answer, what each answer begins with, and the limits of media."""
+
+    reply: ReplyOptions
+    prefix: str | None
+    limits: MediaOptions
 
 
 def _open(args: argparse.Namespace, console: Console, cancel: CancelToken) -> Session:
@@ -80,54 +101,76 @@ def _open(args: argparse.Namespace, console: Console, cancel: CancelToken) -> Se
     return session
 
 
-def _leave(session: Session, console: Console, *, named: bool) -> None:
-    path = session.snapshot_path
-    if path is None:
-        return
-    if not named and not any(turn.role == "user" for turn in session.turns):
-        discard(session, path)
-        return
-    console.important(f"the conversation is kept; go on with: {Resumer(path, command='chat --resume').line()}")
+def _leave(conversations: Conversations, console: Console, *, named: bool) -> None:
+    """Say where each conversation is kept; one in which nothing was said isn't."""
+    all_of_them = list(conversations)
+    for one in all_of_them:
+        path = one.session.snapshot_path
+        if path is None:
+            continue
+        if not named and not any(turn.role == "user" for turn in one.session.turns):
+            discard(one.session, path)
+            continue
+        which = f"the conversation {one.name!r}" if len(all_of_them) > 1 else "the conversation"
+        console.important(f"{which} is kept; go on with: {Resumer(path, command='chat --resume').line()}")
 
 
 class _Chat:
-    """The loop. Owns the media waiting for the next turn; everything else is the session's."""
+    """The loop. Owns the media waiting for the next turn; everything else is the sessions'."""
 
-    def __init__(
-        self, session: Session, console: Console, cancel: CancelToken, reply: ReplyOptions, limits: MediaOptions
-    ) -> None:
-        self._limits = limits
-        self._session = session
+    def __init__(self, conversations: Conversations, console: Console, cancel: CancelToken, asked: _Asked) -> None:
+        self._conversations = conversations
         self._console = console
         self._cancel = cancel
-        self._reply = reply
+        self._reply = asked.reply
+        self._prefix = asked.prefix
+        self._limits = asked.limits
+        self._answers = Answers(console, cancel)
+        self._lines = Lines(console, cancel)
         self._media: list[Part] = []
         self._retries = 0
-        self._line_ended = False
+        self._num_put = 0  # tokens of the prefix in the answer that was begun last
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/help": self._help,
+            "/undo": self._undo,
+            "/retry": self._retry,
+            "/branch": self._branch,
+            "/continue": self._continue,
+            "/edit": self._edit,
+            "/turns": self._list_turns,
+            "/rewind": self._rewind,
+            "/mark": self._mark,
+            "/fork": self._fork,
+            "/switch": self._switch,
+            "/save": self._save,
+            "/image": self._add_image,
+            "/video": self._add_video,
+        }
+
+    @property
+    def _here(self) -> Conversation:
+        return self._conversations.current
+
+    @property
+    def _session(self) -> Session:
+        return self._here.session
 
     def loop(self) -> int:
         """Read and answer until the user leaves; the exit code."""
-        lines = Lines(self._console, self._cancel)
         try:
             while True:
                 if self._console.output_closed:
                     return exitcodes.CLOSED_PIPE
                 try:
-                    line = lines.next()
+                    line = self._lines.next("> " if self._here.name == MAIN else f"{self._here.name}> ")
+                    if line is None or not self._take(line):
+                        return exitcodes.OK
                 except Interrupted as stop:
                     return exitcodes.of_cancel_reason(stop.reason)
-                except InvalidValueError as error:
-                    self._console.important(f"error: {error}")
-                    continue
-                if line is None:
-                    return exitcodes.OK
-                try:
-                    if not self._take(line):
-                        return exitcodes.OK
                 except MlxgenError as error:
                     self._console.important(f"error: {' '.join(str(error).split())}")
         finally:
-            lines.close()
+            self._lines.close()
 
     def _take(self, line: str) -> bool:
         """Do what a line says; False to leave."""
@@ -135,32 +178,19 @@ class _Chat:
             self._answer(line[1:])
         elif line.startswith("/"):
             word, _, rest = line.partition(" ")
-            return self._command(word, rest.strip())
+            if word in ("/exit", "/quit"):
+                return False
+            command = self._commands.get(word)
+            if command is None:
+                raise InvalidValueError(
+                    f"unknown command {printable(word, 30)}; /help lists them, // begins a text with /"
+                )
+            command(rest.strip())
         elif line.strip() or self._media:
             self._answer(line)
         return True
 
-    def _command(self, word: str, rest: str) -> bool:
-        if word in ("/exit", "/quit"):
-            return False
-        if word == "/help":
-            for line in _HELP.splitlines():
-                self._console.tell(line)
-        elif word == "/undo":
-            self._undo()
-        elif word == "/retry":
-            self._retry()
-        elif word == "/continue":
-            self._continue()
-        elif word == "/save":
-            self._save(rest)
-        elif word in ("/image", "/video"):
-            self._add(word, rest)
-        else:
-            raise InvalidValueError(f"unknown command {printable(word, 30)}; /help lists them, // begins a text with /")
-        return True
-
-    # -- turns -----------------------------------------------------------------------------------------------------
+    # -- answers ---------------------------------------------------------------------------------------------------
 
     def _answer(self, text: str) -> None:
         media, self._media = self._media, []
@@ -170,81 +200,150 @@ class _Chat:
         try:
             self._stream(self._reply)
         except MlxgenError:
-            if not self._session.position:
+            if self._session.position <= self._num_put:
                 self._session.undo()
                 self._console.note("the turn was taken back")
             raise
 
-    def _stream(self, reply: ReplyOptions | None) -> None:
-        """Show an answer until it ends or is stopped; a stopped one stays in the conversation."""
-        token = CancelToken(parent=self._cancel)
-        self._line_ended = False
-        session, console = self._session, self._console
-        with cancel_on_interrupt(token):
-            if reply is None:
-                events = session.continue_(reply=self._more(), cancel=token)
-            else:
-                events = session.stream(None, reply=reply, cancel=token)
-            for event in events:
-                if console.output_closed:
-                    token.cancel("disconnect")
-                self._show(event)
-        console.clear_bar()
-        if not self._line_ended:
-            console.write("\n")
-        reason = token.reason
-        if reason == "interrupt":
-            console.note("(stopped; /continue goes on with it)")
-        elif reason is not None:
-            self._cancel.cancel(reason)  # SIGTERM, SIGHUP or a closed pipe: leave
+    def _stream(self, reply: ReplyOptions) -> None:
+        """Show a new answer until it ends or is stopped; a stopped one stays in the conversation."""
+        session, self._num_put = self._session, 0
+        if self._prefix is None:
+            self._show(lambda token: session.stream(None, reply=reply, cancel=token))
+        else:
+            session.append_text(self._prefix)
+            self._num_put = session.position
+            self._show(lambda token: session.continue_(reply=reply, cancel=token), session.reply_text)
 
-    def _show(self, event: Event) -> None:
-        if isinstance(event, Token):
-            self._console.write(event.text)
-            self._line_ended = event.text.endswith("\n") if event.text else self._line_ended
-        elif isinstance(event, PrefillProgress):
-            self._console.bar("prompt", event.done, event.total)
-        elif isinstance(event, InputProgress):
-            self._console.bar(f"{event.phase} {event.kind}s", event.index + 1, event.total)
+    def _show(self, begin: Begin, begins_with: str = "") -> None:
+        finished = self._answers.show(begin, begins_with=begins_with)
+        if finished.cancel_reason == "interrupt":
+            self._console.note("(stopped; /continue goes on with it)")
 
-    def _more(self) -> ReplyOptions | None:
-        """None for what a stopped answer still lacks; for an ended one, as many tokens again."""
-        return None if self._session.unfinished else self._reply
-
-    # -- commands --------------------------------------------------------------------------------------------------
-
-    def _undo(self) -> None:
-        turn = next((turn for turn in reversed(self._session.turns) if turn.role == "user"), None)
-        self._session.undo()
-        self._console.note(f"took back: {printable(turn.text if turn else '', 60)}")
-
-    def _retry(self) -> None:
+    def _retry(self, rest: str) -> None:
         session = self._session
         if not any(turn.role == "user" for turn in session.turns):
             raise InvalidValueError("there is no turn to answer again")
         if session.history.reply is not None:
             session.drop_reply()
-        self._retries += 1
-        reply, sampling = self._reply, self._reply.sampling
-        if sampling.greedy:
+        if self._reply.sampling.greedy:
             self._console.note("(with --temp 0 the answer is the same)")
-        elif sampling.seed is not None:
-            reply = replace(reply, sampling=replace(sampling, seed=(sampling.seed + self._retries) % 2**64))
-        self._stream(reply)
+        self._stream(self._reseeded())
 
-    def _continue(self) -> None:
-        if self._session.history.reply is None:
+    def _reseeded(self, count: int = 1) -> ReplyOptions:
+        """The options with a seed that no answer to this turn had yet, `count` answers further on."""
+        reply, sampling = self._reply, self._reply.sampling
+        first, self._retries = self._retries + 1, self._retries + count
+        if sampling.greedy or sampling.seed is None:
+            return reply
+        return replace(reply, sampling=replace(sampling, seed=(sampling.seed + first) % 2**64))
+
+    def _branch(self, rest: str) -> None:
+        if not (rest.isdecimal() and 2 <= int(rest) <= MAX_BRANCHES):
+            raise InvalidValueError(f"/branch needs how many answers, from 2 to {MAX_BRANCHES}: /branch 3")
+        count = int(rest)
+        branching = Branching(self._session, self._reseeded(count), self._prefix, self._answers, self._console)
+        branching.run(count, self._lines)
+
+    def _continue(self, rest: str) -> None:
+        session = self._session
+        if session.history.reply is None:
             raise InvalidValueError("there is no answer to go on with")
-        self._stream(None)
+        # A stopped answer gets what it still lacks, one that has ended as many tokens again.
+        more = None if session.unfinished else self._reply
+        self._show(lambda token: session.continue_(reply=more, cancel=token))
+
+    # -- places ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _own_turns(self) -> list[int]:
+        """The places of the user's turns among all."""
+        return [index for index, turn in enumerate(self._session.turns) if turn.role == "user"]
+
+    def _list_turns(self, rest: str) -> None:
+        turns = self._session.turns
+        for number, index in enumerate(self._own_turns, 1):
+            self._console.tell(f"{number}  {printable(turns[index].text, 100)}")
+
+    def _undo(self, rest: str) -> None:
+        turn = next((turn for turn in reversed(self._session.turns) if turn.role == "user"), None)
+        self._session.undo()
+        self._console.note(f"took back: {printable(turn.text if turn else '', 60)}")
+
+    def _rewind(self, rest: str) -> None:
+        session, own = self._session, self._own_turns
+        if not rest:
+            if session.history.reply is None:
+                raise InvalidValueError("the conversation doesn't end with an answer; /rewind N takes N turns back")
+            session.rewind()
+            self._console.note("took back the last answer; /retry answers again, /edit TEXT changes the turn")
+        elif rest.isdecimal():
+            count = int(rest)
+            if not 1 <= count <= len(own):
+                raise InvalidValueError(f"can't take back {count} turns of {len(own)}; give 1 to {len(own)}")
+            first = session.turns[own[-count]]
+            session.rewind(num_turns=own[-count])
+            self._console.note(f"took back {count} of your turns, from this one on: {printable(first.text, 60)}")
+        else:
+            session.rewind(self._here.marked(rest))
+            self._console.note(f"back at {rest}: {len(self._own_turns)} of your turns")
+
+    def _mark(self, rest: str) -> None:
+        name = self._here.mark(rest)
+        self._console.note(f"/rewind {name} comes back here")
+
+    def _edit(self, rest: str) -> None:
+        own = self._own_turns
+        if not own:
+            raise InvalidValueError("there is no turn to edit")
+        word, _, after = rest.partition(" ")
+        number, text = (int(word), after.strip()) if word.isdecimal() else (len(own), rest)
+        if not text:
+            raise InvalidValueError("/edit needs the new text: /edit TEXT, or /edit N TEXT for turn N")
+        if not 1 <= number <= len(own):
+            raise InvalidValueError(
+                f"there is no turn {number}; give 1 to {len(own)} (a text that begins with a number: "
+                f"/edit {len(own)} {printable(rest, 30)})"
+            )
+        former = self._session.turns[own[number - 1]].text
+        self._session.edit(own[number - 1], text)
+        self._retries = 0
+        self._console.note(f"turn {number} was: {printable(former, 60)}")
+        self._stream(self._reply)
+
+    # -- conversations ---------------------------------------------------------------------------------------------
+
+    def _fork(self, rest: str) -> None:
+        left = self._here.name
+        fork = self._conversations.fork(rest)
+        self._console.note(f"this is {fork.name!r} now, kept in {fork.session.snapshot_path}; /switch {left} goes back")
+
+    def _switch(self, rest: str) -> None:
+        if not rest:
+            for one in self._conversations:
+                self._console.tell(f"{'*' if one is self._here else ' '} {one.summary}")
+            return
+        self._console.note(self._conversations.switch(rest).summary)
 
     def _save(self, path: str) -> None:
         if not path:
             raise InvalidValueError("/save needs a path, for instance /save talk.mlxgen")
         self._console.note(f"saved {self._session.save(os.path.expanduser(path))}")
 
-    def _add(self, word: str, path: str) -> None:
+    # -- the rest --------------------------------------------------------------------------------------------------
+
+    def _help(self, rest: str) -> None:
+        for line in _HELP.splitlines():
+            self._console.tell(line)
+
+    def _add_image(self, path: str) -> None:
+        self._add("/image", path, image_part)
+
+    def _add_video(self, path: str) -> None:
+        self._add("/video", path, video_part)
+
+    def _add(self, word: str, path: str, make: Callable[[str, MediaOptions], Part]) -> None:
         if not path:
             raise InvalidValueError(f"{word} needs a path")
-        make = image_part if word == "/image" else video_part
         self._media.append(make(os.path.expanduser(path), self._limits))
         self._console.note(f"{Path(path).name}: goes with the next turn")

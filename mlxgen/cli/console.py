@@ -82,6 +82,11 @@ class Console:
         self._bar_shown = True
         self._to_errors(_CLEAR_LINE + bar_line(label, done, total, self._width()))
 
+    @property
+    def draws_bars(self) -> bool:
+        """Whether bars are drawn at all."""
+        return self._draws and self._errors is not None
+
     def clear_bar(self) -> None:
         if self._bar_shown:
             self._bar_shown = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from mlxgen.cancellation import Cancelled, CancelToken
@@ -12,8 +13,16 @@ from mlxgen.cli.console import Console
 from mlxgen.cli.media import media_parts
 from mlxgen.cli.output import Output
 from mlxgen.cli.run import Resumer, closing, exit_code, make_output, never_started, saved, show_run, tell_stopped
-from mlxgen.cli.settings import check_new_snapshot, load_model, prompt_text, reply_options, session_options
+from mlxgen.cli.settings import (
+    check_new_snapshot,
+    load_model,
+    prompt_text,
+    reply_options,
+    reply_prefix,
+    session_options,
+)
 from mlxgen.errors import SnapshotError
+from mlxgen.events import Event
 from mlxgen.options import ReplyOptions
 from mlxgen.request import Part
 from mlxgen.session import Session
@@ -21,7 +30,7 @@ from mlxgen.session import Session
 
 def run(args: argparse.Namespace, console: Console, cancel: CancelToken) -> int:
     """Check what can be checked without the model; then load, start the snapshot, and stream."""
-    reply, parts = reply_options(args), prompt_parts(args)
+    reply, prefix, parts = reply_options(args), reply_prefix(args), prompt_parts(args)
     if args.snapshot is not None:
         check_new_snapshot(args.snapshot, overwrite=args.overwrite)
     else:
@@ -36,6 +45,8 @@ def run(args: argparse.Namespace, console: Console, cancel: CancelToken) -> int:
             console.important("stopped before the run began, so nothing is there to resume; give the command again")
         return exit_code(finished)
     with closing(session):
+        reply.validate(session.model.vocab_size, session.model)  # before a snapshot is made
+        put_prefix(session, prefix)
         return _reply(session, args, reply, output, console, cancel)
 
 
@@ -54,6 +65,20 @@ def new_session(args: argparse.Namespace, parts: list[Part], console: Console, c
     return session
 
 
+def put_prefix(session: Session, prefix: str | None) -> None:
+    """Let the reply to come begin with `prefix`, if there is one."""
+    if prefix is not None:
+        session.append_text(prefix)
+
+
+def first_events(session: Session, reply: ReplyOptions, cancel: CancelToken) -> Iterator[Event]:
+    """The events of the reply to the turns there are, which may have a prefix already (that has no part in its
+    length)."""
+    if session.position:
+        return session.continue_(reply=reply, cancel=cancel)
+    return session.stream(None, reply=reply, cancel=cancel)
+
+
 def _reply(
     session: Session,
     args: argparse.Namespace,
@@ -62,15 +87,15 @@ def _reply(
     console: Console,
     cancel: CancelToken,
 ) -> int:
-    reply.validate(session.model.vocab_size)  # before a snapshot is made
     path = start_snapshot(session, args)
     resumer = Resumer(path, ("--trust-remote-code",) if args.trust_remote_code else ())
+    position = session.position  # what it begins with
     try:
-        events = session.stream(None, reply=reply, cancel=cancel)
-        output.started(path, resumed=False, position=0)
+        events = first_events(session, reply, cancel)
+        output.started(path, resumed=False, position=position, text=session.reply_text, show_text=True)
         finished = show_run(events, output, console, resumer)
     except Exception:
-        _after_error(session, path, console, resumer, named=args.snapshot is not None)
+        _after_error(session, path, console, resumer, keep=args.snapshot is not None or session.position > position)
         raise
     if finished.finish_reason == "cancelled":
         if saved(session):
@@ -98,10 +123,9 @@ def discard(session: Session, path: Path) -> None:
         cached.remove(path)
 
 
-def _after_error(session: Session, path: Path, console: Console, resumer: Resumer, *, named: bool) -> None:
-    """What was done before an error is kept where there is any of it."""
-    done = session.position > 0 or session.sequence.num_fed > 0 or any(medium.frames for medium in session.media)
-    if named or done:
+def _after_error(session: Session, path: Path, console: Console, resumer: Resumer, *, keep: bool) -> None:
+    """What was done before an error is kept where there is any of it, or where `keep` says so."""
+    if keep or session.sequence.num_fed > 0 or any(medium.frames for medium in session.media):
         console.important(f"what was done is kept; go on with: {resumer.line()}")
     else:
         discard(session, path)

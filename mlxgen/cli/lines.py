@@ -47,7 +47,7 @@ class Lines:
         if self._terminal:
             self._load_history()
 
-    def next(self) -> str | None:
+    def next(self, prompt: str = _PROMPT) -> str | None:
         """The next line without its newline; None at the end.
 
         Raises `Interrupted` after a second Ctrl-C in a row, and for SIGTERM and SIGHUP; `InvalidValueError` for a line
@@ -61,17 +61,33 @@ class Lines:
                         raise Interrupted(self._cancel.reason)
                     if pressed:
                         self._console.important("Ctrl-C again leaves, and so does Ctrl-D")
-                    return self._read()
+                    return self._read(prompt)
             except _Pressed:
                 pressed = True
                 self._console.end_line()
 
-    def _read(self) -> str | None:
+    def ask(self, question: str) -> str | None:
+        """The answer to a question; None for Ctrl-C and at the end. Raises what else `next` raises."""
+        if self._readline is not None:
+            self._readline.set_auto_history(False)
+        try:
+            with _raising_signals(last=False):
+                if self._cancel.reason is not None:
+                    raise Interrupted(self._cancel.reason)
+                return self._read(question)
+        except _Pressed:
+            self._console.end_line()
+            return None
+        finally:
+            if self._readline is not None:
+                self._readline.set_auto_history(True)
+
+    def _read(self, prompt: str) -> str | None:
         if sys.stdin is None:
             return None
         if self._terminal:
             try:
-                return input(_PROMPT)
+                return input(prompt)
             except EOFError:
                 self._console.write("\n")
                 return None

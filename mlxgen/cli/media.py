@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import glob
 import math
 import os
 from dataclasses import replace
 from pathlib import Path
 
-from mlxgen.cli.settings import UsageError, standard_input_bytes
+from mlxgen.cli.settings import UsageError, near_name, standard_input_bytes
 from mlxgen.errors import MediaError
 from mlxgen.request import ImagePart, MediaOptions, Part, VideoPart
 
@@ -106,10 +105,4 @@ def _require_file(source: str) -> None:
     path = Path(source).expanduser()
     if path.exists():
         return
-    try:
-        names = sorted(os.listdir(path.parent))
-    except OSError:
-        raise MediaError(f"no file {source!r}: there is no folder {str(path.parent)!r}; check the path") from None
-    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
-    hint = f"; did you mean {str(path.parent / near[0])!r}?" if near else "; check the path"
-    raise MediaError(f"no file {source!r}{hint}")
+    raise MediaError(f"no file {source!r}{near_name(path)}")

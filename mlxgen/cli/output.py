@@ -14,8 +14,13 @@ from mlxgen.events import Backtrack, Event, Finished, InputProgress, PrefillProg
 class Output(Protocol):
     """What a command tells about a run. One process, one run; never raises for a reader that is gone."""
 
-    def started(self, snapshot: Path | None, *, resumed: bool, position: int) -> None:
-        """The snapshot exists and can be resumed from here on; `position` reply tokens exist already."""
+    def started(
+        self, snapshot: Path | None, *, resumed: bool, position: int, text: str = "", show_text: bool = False
+    ) -> None:
+        """The snapshot exists and can be resumed from here on; `position` reply tokens exist already, and say `text`.
+
+        `show_text`: people are shown it before what is new.
+        """
         ...
 
     def event(self, event: Event) -> None: ...
@@ -34,13 +39,22 @@ class JsonOutput:
     def _line(self, event: str, **values: Any) -> None:
         self._console.write(json.dumps({"event": event, **values}) + "\n")
 
-    def started(self, snapshot: Path | None, *, resumed: bool, position: int) -> None:
+    def started(
+        self, snapshot: Path | None, *, resumed: bool, position: int, text: str = "", show_text: bool = False
+    ) -> None:
         path = None if snapshot is None else str(snapshot)
-        self._line("started", snapshot=path, resumed=resumed, position=position)
+        self._line("started", snapshot=path, resumed=resumed, position=position, text=text)
 
     def event(self, event: Event) -> None:
         if isinstance(event, Token):
-            self._line("token", index=event.index, id=event.id, text=event.text, logprob=event.logprob)
+            self._line(
+                "token",
+                index=event.index,
+                id=event.id,
+                text=event.text,
+                logprob=event.logprob,
+                section=event.section,
+            )
         elif isinstance(event, PrefillProgress):
             self._line("prefill", done=event.done, total=event.total)
         elif isinstance(event, InputProgress):
@@ -58,6 +72,9 @@ class JsonOutput:
                 cancel_reason=event.cancel_reason,
                 text=event.text,
                 usage=asdict(event.usage),
+                stop=None if event.stop is None else asdict(event.stop),
+                sections=[asdict(section) for section in event.sections],
+                tool_calls=[asdict(call) for call in event.tool_calls],
             )
 
     def saved(self, snapshot: Path, position: int) -> None:
@@ -76,13 +93,24 @@ class TextOutput:
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        self._waiting = ""  # text to be shown before the first token's
 
-    def started(self, snapshot: Path | None, *, resumed: bool, position: int) -> None:
-        pass
+    def started(
+        self, snapshot: Path | None, *, resumed: bool, position: int, text: str = "", show_text: bool = False
+    ) -> None:
+        if show_text:
+            self._waiting = text
+        if not self._console.draws_bars:
+            self._show_waiting()  # a bar between it and what follows would break the line
+
+    def _show_waiting(self) -> None:
+        text, self._waiting = self._waiting, ""
+        self._console.write(text)
 
     def event(self, event: Event) -> None:
         console = self._console
         if isinstance(event, Token):
+            self._show_waiting()
             console.write(event.text)
         elif isinstance(event, PrefillProgress):
             console.bar("prompt", event.done, event.total)
@@ -94,6 +122,7 @@ class TextOutput:
     def _finished(self, event: Finished) -> None:
         console = self._console
         console.clear_bar()
+        self._show_waiting()
         if event.finish_reason != "cancelled":
             if not event.text.endswith("\n"):
                 console.write("\n")

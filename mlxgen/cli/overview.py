@@ -107,7 +107,7 @@ def _phase(history: History, media: Sequence[MediumOverview]) -> Phase:
     reply = history.reply
     if reply is not None and reply.finished:
         return "finished"
-    if reply is not None and reply.tokens:
+    if reply is not None and reply.tokens and reply is history.laid_out:  # else they were put there, not read yet
         return "decode"
     used = {part for turn in history.turns for part in turn.parts if isinstance(part, int)}
     if any(not media[index].prepared for index in used):

@@ -15,6 +15,8 @@ DEFAULT_MODEL: Final = "smollm2"
 DEFAULT_VISION_MODEL: Final = "shapes-vl"
 DEFAULT_MAX_TOKENS: Final = 256
 DEFAULT_CHAT_TOKENS: Final = 1024
+# What a resumed reply can be freed of.
+WITHOUT: Final = ("grammar", "stop", "stop-regex", "ban", "thinking-budget")
 
 _EXAMPLES: Final = {
     "": """\
@@ -29,6 +31,8 @@ _EXAMPLES: Final = {
   mlxgen generate --model ./vlm --video clip.mp4 --fps 1 --prompt "What happens?"
   cat report.txt | mlxgen generate --system "Summarise." --prompt - --timeout 600
   mlxgen generate --prompt "Tell me a story" --temp 0.8 --seed 7 --json
+  mlxgen generate --image a.jpg --prompt "What is this?" --json-schema answer.schema.json
+  mlxgen generate --prompt "Tell me a story" --reply-prefix "Once upon a time" --ban "dragon" --stop "The end"
 
 Ctrl-C, SIGTERM and SIGHUP stop at the next checkpoint, save, and print the command that resumes. Ctrl-C twice leaves at
 once (what was generated until then can still be resumed).
@@ -40,6 +44,7 @@ Exit codes: 0; 1 after an error; 2 for bad usage; 130, 143 or 129 after Ctrl-C, 
   mlxgen resume run.mlxgen >> reply.txt
   mlxgen resume run.mlxgen --from-start
   mlxgen resume run.mlxgen --max-tokens 200
+  mlxgen resume run.mlxgen --without stop --ban "dragon"
 
 Prints only text that is new: appended to what the interrupted command printed it is the whole reply, byte by byte.""",
     "chat": """\
@@ -73,6 +78,8 @@ class Parser(argparse.ArgumentParser):
         return f"examples:\n{self.examples}\n\n{help_text}" if self.examples else help_text
 
     def error(self, message: str) -> NoReturn:
+        if message.endswith("expected one argument"):
+            message += "; one that begins with - is written --flag=VALUE"
         self.exit(2, f"mlxgen: error: {message} (see: {self.prog} -h)\n")
 
 
@@ -112,6 +119,7 @@ def _generate(parser: Parser) -> None:
     _prompt_flags(parser, required=True)
     _media_flags(parser)
     _sampling_flags(parser, DEFAULT_MAX_TOKENS)
+    _steering_flags(parser)
     _session_flags(parser)
     _snapshot_flags(parser, "snapshot to keep (default: one in the cache folder, removed when the reply is complete)")
     _output_flags(parser, timeout=True)
@@ -120,9 +128,15 @@ def _generate(parser: Parser) -> None:
 def _resume(parser: Parser) -> None:
     parser.add_argument("path", nargs="?", metavar="PATH", help="snapshot (default: the last interrupted one)")
     parser.add_argument("--from-start", action="store_true", help="print the reply's text so far first")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="so many more tokens (-1: no limit)")
     parser.add_argument("--model", metavar="MODEL", help="where the model is now, if it was moved; it must be the same")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    group = parser.add_argument_group("other settings (what isn't given stays as it was)")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="so many more tokens (-1: no limit)")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; repeatable")
+    _constraint_flags(group)
+    group.add_argument(
+        "--without", action="append", default=[], choices=WITHOUT, help="go on without what it had of these; repeatable"
+    )
     _output_flags(parser, timeout=True)
 
 
@@ -131,6 +145,7 @@ def _chat(parser: Parser) -> None:
     parser.add_argument("--system", "--system-prompt", metavar="TEXT", help="system prompt")
     _media_limits(parser)
     _sampling_flags(parser, DEFAULT_CHAT_TOKENS)
+    _steering_flags(parser)
     _session_flags(parser, raw=False)
     parser.add_argument(
         "--resume", metavar="PATH", help="go on with this conversation, with its model and its cache settings"
@@ -144,6 +159,7 @@ def _prepare(parser: Parser) -> None:
     _prompt_flags(parser, required=True)
     _media_flags(parser)
     _sampling_flags(parser, DEFAULT_MAX_TOKENS)
+    _steering_flags(parser)
     _session_flags(parser)
     _snapshot_flags(parser, "snapshot to write", required=True)
     _output_flags(parser, timeout=True)
@@ -261,6 +277,31 @@ def _sampling_flags(parser: Parser, max_tokens: int) -> None:
     group.add_argument("--stop-token-id", action="append", type=int, default=[], metavar="ID", help="repeatable")
     group.add_argument("--ignore-eos", action="store_true", help="go on after the model's end-of-text token")
     group.add_argument("--logprobs", action="store_true", help="log-probability of every token (in --json)")
+
+
+def _steering_flags(parser: Parser) -> None:
+    group = parser.add_argument_group("what the reply may be (a value that begins with - is written --flag=VALUE)")
+    group.add_argument("--reply-prefix", metavar="TEXT", help="the reply begins with this text (in chat: every reply)")
+    group.add_argument(
+        "--heal", action="store_true", help="let a word that is cut at the end of prompt or prefix go on naturally"
+    )
+    _constraint_flags(group)
+    group.add_argument(
+        "--stop-after-thinking", action="store_true", help="end where the first section of thinking ends"
+    )
+    group.add_argument("--sections", action="store_true", help="tell thinking and tool calls apart (in --json)")
+
+
+def _constraint_flags(group: Any) -> None:
+    shapes = group.add_mutually_exclusive_group()
+    shapes.add_argument("--json-schema", metavar="FILE", help="the reply is JSON that fits this schema")
+    shapes.add_argument("--regex", metavar="PATTERN", help="the whole reply matches this regular expression")
+    shapes.add_argument("--grammar", metavar="FILE", help="the reply follows this Lark grammar")
+    group.add_argument(
+        "--stop-regex", action="append", metavar="PATTERN", help="end before what this pattern matches; repeatable"
+    )
+    group.add_argument("--ban", action="append", metavar="TEXT", help="text that the reply may not contain; repeatable")
+    group.add_argument("--thinking-budget", type=int, metavar="N", help="tokens of thinking, then it is made to answer")
 
 
 def _session_flags(parser: Parser, *, raw: bool = True) -> None:

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from mlxgen.cancellation import Cancelled, CancelToken
 from mlxgen.cli import cached, exitcodes
@@ -23,8 +24,8 @@ from mlxgen.cli.run import (
     show_run,
     tell_stopped,
 )
-from mlxgen.cli.settings import UsageError, max_tokens, show_load
-from mlxgen.errors import SnapshotError
+from mlxgen.cli.settings import UsageError, changed_options, show_load
+from mlxgen.errors import InvalidValueError, SnapshotError
 from mlxgen.events import Event, Finished
 from mlxgen.models import LoadOptions, Model, load
 from mlxgen.options import ReplyOptions
@@ -34,8 +35,7 @@ from mlxgen.session import Session
 
 def run(args: argparse.Namespace, console: Console, cancel: CancelToken) -> int:
     """Find the snapshot, repeat a finished reply without loading anything, otherwise load and go on."""
-    if args.max_tokens is not None:
-        max_tokens(args.max_tokens)
+    changes = changed_options(args)
     if args.json and args.from_start:
         raise UsageError("--from-start is for text; with --json the whole text is in the finished event")
     overview = look(cached.newest_interrupted() if args.path is None else args.path)
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace, console: Console, cancel: CancelToken) -> int:
         raise SnapshotError(f"{overview.path} was given up before its run began; nothing is in it, remove it")
     output = make_output(console, as_json=args.json)
     resumer = Resumer(overview.path, ("--trust-remote-code",) if args.trust_remote_code else ())
-    if overview.phase == "finished" and args.max_tokens is None:
+    if overview.phase == "finished" and not changes:
         finished = recorded_reply(overview.history)
         if finished is not None:
             return _repeat(finished, args, overview.path, overview.position, console)
@@ -58,9 +58,14 @@ def run(args: argparse.Namespace, console: Console, cancel: CancelToken) -> int:
         for note in session.notes:
             console.important(f"note: {note}")
         known = session.last_finished
-        if known is not None and args.max_tokens is None:
+        if known is not None and not changes:
             return _repeat(known, args, overview.path, session.position, console)
-        return _go_on(session, args, output, console, resumer, cancel)
+        position, text = session.position, session.reply_text  # before what a stop string withheld is let go
+        events = _events(session, changes, cancel)
+        if not args.json and not args.from_start and position:
+            console.note(f"{position} tokens were there already; what follows is new (--from-start prints all)")
+        output.started(overview.path, resumed=True, position=position, text=text, show_text=args.from_start)
+        return _go_on(session, events, output, console, resumer)
 
 
 def _open(args: argparse.Namespace, overview: Overview, console: Console, cancel: CancelToken) -> Session:
@@ -76,22 +81,7 @@ def _open(args: argparse.Namespace, overview: Overview, console: Console, cancel
     return session
 
 
-def _go_on(
-    session: Session,
-    args: argparse.Namespace,
-    output: Output,
-    console: Console,
-    resumer: Resumer,
-    cancel: CancelToken,
-) -> int:
-    position = session.position
-    if not args.json:
-        if args.from_start:
-            console.write(session.reply_text)
-        elif position:
-            console.note(f"{position} tokens were there already; what follows is new (--from-start prints all)")
-    events = _events(session, args, cancel)
-    output.started(resumer.snapshot, resumed=True, position=position)
+def _go_on(session: Session, events: Iterator[Event], output: Output, console: Console, resumer: Resumer) -> int:
     finished = show_run(events, output, console, resumer)
     if saved(session):
         output.saved(resumer.snapshot, session.position)
@@ -100,23 +90,28 @@ def _go_on(
     return exit_code(finished)
 
 
-def _events(session: Session, args: argparse.Namespace, cancel: CancelToken) -> Iterator[Event]:
+def _events(session: Session, changes: dict[str, Any], cancel: CancelToken) -> Iterator[Event]:
     """What goes on: the open reply, or a first reply to a turn that has none yet."""
     reply = session.history.reply
     if reply is None:
-        options = ReplyOptions() if args.max_tokens is None else ReplyOptions(max_tokens=max_tokens(args.max_tokens))
-        return session.stream(None, reply=options, cancel=cancel)
-    if args.max_tokens is None:
+        return session.stream(None, reply=replace(ReplyOptions(), **changes), cancel=cancel)
+    if not changes:
         return session.continue_(cancel=cancel)
-    options = replace(session.reply_options(reply), max_tokens=max_tokens(args.max_tokens))
-    return session.continue_(reply=options, cancel=cancel)
+    if "max_tokens" not in changes:
+        left = None if reply.limit is None else reply.limit - len(reply.tokens)
+        if left is not None and left <= 0:
+            raise InvalidValueError(
+                f"the reply has all of its {reply.limit} tokens; give --max-tokens N for N more with the other settings"
+            )
+        changes = {**changes, "max_tokens": left}
+    return session.continue_(reply=replace(session.reply_options(reply), **changes), cancel=cancel)
 
 
 def _repeat(finished: Finished, args: argparse.Namespace, path: Path, position: int, console: Console) -> int:
     """A finished reply: its last event again, as text the reply itself. Nothing is computed or written."""
     if args.json:
         output = make_output(console, as_json=True)
-        output.started(path, resumed=True, position=position)
+        output.started(path, resumed=True, position=position, text=finished.text)
         output.event(finished)
     else:
         console.write(finished.text if finished.text.endswith("\n") else f"{finished.text}\n")

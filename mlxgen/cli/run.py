@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from mlxgen.cli import exitcodes
 from mlxgen.cli.console import Console
@@ -56,8 +57,14 @@ def show_run(events: Iterator[Event], output: Output, console: Console, resumer:
     return finished
 
 
+class Closable(Protocol):
+    """A session, or several."""
+
+    def close(self) -> None: ...
+
+
 @contextmanager
-def closing(session: Session) -> Iterator[None]:
+def closing(session: Closable) -> Iterator[None]:
     """Save and let go of the snapshot at the end, but not when somebody wants out at once."""
     try:
         yield

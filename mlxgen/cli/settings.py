@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -12,7 +16,8 @@ from mlxgen.cache import CacheOptions
 from mlxgen.cancellation import CancelToken
 from mlxgen.cli.console import Console
 from mlxgen.cli.parser import DEFAULT_MODEL, DEFAULT_VISION_MODEL
-from mlxgen.errors import InvalidValueError, MlxgenError, SnapshotError
+from mlxgen.constraints import Grammar
+from mlxgen.errors import InvalidValueError, MlxgenError, SnapshotError, UnsupportedError
 from mlxgen.models import LoadOptions, LoadProgress, Model, load
 from mlxgen.options import ReplyOptions, SessionOptions
 from mlxgen.prefill import DEFAULT_STEP_SIZE
@@ -53,6 +58,9 @@ def session_options(args: argparse.Namespace) -> SessionOptions:
 
 
 def reply_options(args: argparse.Namespace) -> ReplyOptions:
+    _check_texts(args, ("stop", "stop_regex", "ban"))
+    grammar = _grammar(args)
+
     def make() -> ReplyOptions:
         options = ReplyOptions(
             max_tokens=max_tokens(args.max_tokens),
@@ -61,11 +69,123 @@ def reply_options(args: argparse.Namespace) -> ReplyOptions:
             stop_token_ids=tuple(args.stop_token_id),
             ignore_eos=args.ignore_eos,
             logprobs=args.logprobs,
+            grammar=grammar,
+            heal=args.heal,
+            stop_regex=tuple(args.stop_regex or ()),
+            ban=tuple(args.ban or ()),
+            thinking_budget=args.thinking_budget,
+            stop_after_thinking=args.stop_after_thinking,
+            sections=args.sections,
         )
         options.validate(_ANY_VOCABULARY)
         return options
 
     return usage_checked(make)
+
+
+_WITHOUT: Final[dict[str, dict[str, Any]]] = {
+    "grammar": {"grammar": None},
+    "stop": {"stop": ()},
+    "stop-regex": {"stop_regex": ()},
+    "ban": {"ban": ()},
+    "thinking-budget": {"thinking_budget": None},
+}
+
+
+def changed_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What the flags of `resume` change in a reply's options: names of `ReplyOptions` and their new values."""
+    _check_texts(args, ("stop", "stop_regex", "ban"))
+    changes: dict[str, Any] = {}
+    for name in args.without:
+        changes |= _WITHOUT[name]
+    grammar = _grammar(args)
+    if grammar is not None:
+        changes["grammar"] = grammar
+    for name in ("stop", "stop_regex", "ban"):
+        if getattr(args, name) is not None:
+            changes[name] = tuple(getattr(args, name))
+    if args.thinking_budget is not None:
+        changes["thinking_budget"] = args.thinking_budget
+    if args.max_tokens is not None:
+        changes["max_tokens"] = max_tokens(args.max_tokens)
+    usage_checked(lambda: replace(ReplyOptions(), **changes).validate(_ANY_VOCABULARY))
+    return changes
+
+
+def reply_prefix(args: argparse.Namespace) -> str | None:
+    """What the reply begins with. Raises `UsageError` for a text that can't be put there."""
+    prefix: str | None = args.reply_prefix
+    if prefix == "":
+        raise UsageError("--reply-prefix is empty; give the text that the reply begins with, or leave it out")
+    _check_texts(args, ("reply_prefix",))
+    return prefix
+
+
+def _check_texts(args: argparse.Namespace, names: tuple[str, ...]) -> None:
+    for name in names:
+        value = getattr(args, name)
+        for text in [value] if isinstance(value, str) else value or ():
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise UsageError(
+                    f"--{name.replace('_', '-')} has bytes that aren't UTF-8 (at character {error.start}); set the "
+                    "terminal to UTF-8, or write the text in another way"
+                ) from error
+
+
+def _grammar(args: argparse.Namespace) -> Grammar | None:
+    """What `--json-schema`, `--regex` or `--grammar` asks for (the parser allows one of them)."""
+    if args.json_schema is None and args.regex is None and args.grammar is None:
+        return None
+    if find_spec("llguidance") is None:  # said before a model is loaded for nothing
+        raise UnsupportedError('grammars need the package llguidance; install it with: pip install "mlxgen[grammar]"')
+    if args.regex is not None:
+        _check_texts(args, ("regex",))
+        return usage_checked(lambda: Grammar.regex(args.regex))
+    path: str = args.grammar if args.json_schema is None else args.json_schema
+    text = _text_of(path)
+    try:
+        return Grammar.lark(text) if args.json_schema is None else Grammar.json_schema(text)
+    except InvalidValueError as error:
+        raise InvalidValueError(f"{path}: {error}") from error
+
+
+# Read before it is looked at; a grammar has a limit of its own, far below.
+_MAX_FILE_BYTES: Final = 16 * 2**20
+
+
+def _text_of(path: str) -> str:
+    """A file's text (UTF-8). Raises `InvalidValueError` for one that can't be read."""
+    place = Path(path).expanduser()
+    try:
+        with place.open("rb") as file:
+            data = file.read(_MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        raise InvalidValueError(f"no file {path!r}{near_name(place)}") from None
+    except (OSError, ValueError) as error:
+        raise InvalidValueError(
+            f"can't read {path!r}: {getattr(error, 'strerror', None) or error}; give a file"
+        ) from None
+    if len(data) > _MAX_FILE_BYTES:
+        raise InvalidValueError(f"{path} has more than {_MAX_FILE_BYTES} bytes; give a smaller file")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InvalidValueError(
+            f"{path} is not UTF-8 (byte {data[error.start]:#04x} at position {error.start}); convert it, for instance "
+            "with iconv -f latin1 -t utf-8"
+        ) from None
+
+
+def near_name(path: Path) -> str:
+    """The end of the message about a file that isn't there: what may have been meant."""
+    try:
+        names = sorted(os.listdir(path.parent))
+    except OSError:
+        return f": there is no folder {str(path.parent)!r}; check the path"
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
+    return f"; did you mean {str(path.parent / near[0])!r}?" if near else "; check the path"
 
 
 def max_tokens(value: int) -> int | None:

@@ -14,11 +14,14 @@ import pytest
 from cli.commands import Process, call, generate_args, llama, of, snapshots
 
 KEYS = {
-    "started": {"event", "snapshot", "resumed", "position"},
+    "started": {"event", "snapshot", "resumed", "position", "text"},
     "input": {"event", "kind", "phase", "index", "total"},
     "prefill": {"event", "done", "total"},
-    "token": {"event", "index", "id", "text", "logprob"},
-    "finished": {"event", "finish_reason", "cancel_reason", "text", "usage"},
+    "token": {"event", "index", "id", "text", "logprob", "section"},
+    "finished": {
+        *("event", "finish_reason", "cancel_reason", "text", "usage"),
+        *("stop", "sections", "tool_calls"),
+    },
     "saved": {"event", "snapshot", "position"},
     "error": {"event", "type", "message"},
 }
@@ -43,7 +46,7 @@ def test_events_of_a_whole_run(tmp_path: Path) -> None:
     chunks = [8, 16, 17] if total == 17 else []
     kinds = [event["event"] for event in events]
     assert kinds == ["started", *["prefill"] * (1 + len(chunks)), *["token"] * 12, "finished", "saved"]
-    assert events[0] == {"event": "started", "snapshot": str(snapshot), "resumed": False, "position": 0}
+    assert events[0] == {"event": "started", "snapshot": str(snapshot), "resumed": False, "position": 0, "text": ""}
     assert [event["done"] for event in of(events, "prefill")] == [0, *chunks]
     tokens, finished = of(events, "token"), of(events, "finished")[0]
     assert [event["index"] for event in tokens] == list(range(12))
@@ -84,9 +87,10 @@ def test_a_finished_reply_is_repeated(capfdbinary: Any, tmp_path: Path, monkeypa
     monkeypatch.setattr("mlxgen.resumption.load", must_not_load)
     again = call(capfdbinary, "resume", path, "--json")
     assert again.code == 0
-    assert again.events[0] == {"event": "started", "snapshot": path, "resumed": True, "position": 40}
     finished, original = again.events[1], of(first.events, "finished")[0]
-    for key in ("event", "finish_reason", "cancel_reason", "text"):
+    started = {"event": "started", "snapshot": path, "resumed": True, "position": 40, "text": original["text"]}
+    assert again.events[0] == started
+    for key in KEYS["finished"] - {"usage"}:
         assert finished[key] == original[key]
     assert (finished["usage"]["prefilled_tokens"], finished["usage"]["generated_tokens"]) == (0, 0)
     assert len(again.events) == 2
