@@ -24,7 +24,18 @@ def _triangle(x: float) -> float:
     return max(0.0, 1 - abs(x))
 
 
-_FILTERS: dict[str, tuple[Callable[[float], float], float]] = {"lanczos": (_lanczos, 3.0), "bilinear": (_triangle, 1.0)}
+def _cubic(x: float) -> float:
+    x = abs(x)
+    if x < 1:
+        return 1.5 * x**3 - 2.5 * x**2 + 1
+    return -0.5 * x**3 + 2.5 * x**2 - 4 * x + 2 if x < 2 else 0.0
+
+
+_FILTERS: dict[str, tuple[Callable[[float], float], float]] = {
+    "lanczos": (_lanczos, 3.0),
+    "bicubic": (_cubic, 2.0),
+    "bilinear": (_triangle, 1.0),
+}
 
 
 def _along_rows(rgb: np.ndarray, length: int, resample: str) -> np.ndarray:
