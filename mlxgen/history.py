@@ -51,9 +51,22 @@ class Reply:
     step_size: int | None = None
     resumed: Resumption | None = None
     banned: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    num_put: int = 0  # how many of the last tokens nobody sampled: words put into the model's mouth
+
+    @property
+    def waiting(self) -> list[int]:
+        """The ids that token healing took off right before this place: what comes next says them again."""
+        marks = [(count, detail) for count, kind, detail in self.marks if kind in ("heal", "mend")]
+        return list(marks[-1][1]["ids"]) if marks and marks[-1][0] == len(self.tokens) else []
+
+    @property
+    def healed(self) -> list[int]:
+        """The ids that token healing took off the end of the prompt."""
+        return next((list(detail["ids"]) for _, kind, detail in self.marks if kind == "heal"), [])
 
     def cut(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens; the reply is open again. Stop strings in force stay in force."""
+        self.num_put = max(0, self.num_put - (len(self.tokens) - num_tokens))
         del self.tokens[num_tokens:]
         later = [mark for mark in self.marks if mark[0] > num_tokens]
         stops = [mark[2] for mark in later if mark[1] == "stops"]
@@ -278,6 +291,7 @@ class History:
         self.num_fed = len(ids)
         ids.append(sampled.id)
         reply.tokens.append(sampled)
+        reply.num_put = 0
 
     def _mark(self, data: Any) -> None:
         count, kind, detail = (list(data) + [None])[:3]
@@ -331,6 +345,7 @@ class History:
             self._fed(int(data["fed"]))
             self.ids += [token.id for token in added]
         reply.tokens += added
+        reply.num_put += len(added)
         reply.finish = None
         reply.resumed = Resumption(len(reply.tokens), None, tuple(data.get("memory", ())), len(self.records))
 

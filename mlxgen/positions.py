@@ -123,7 +123,7 @@ def put(state: SessionState, ids: Sequence[int]) -> None:
     reply = history.reply
     assert reply is not None
     reopen(state)
-    state.put(token_ids_checked(ids, state.model.vocab_size))
+    state.put(token_ids_checked([*reply.waiting, *ids], state.model.vocab_size))
 
 
 def reopen(state: SessionState) -> None:

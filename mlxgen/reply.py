@@ -11,9 +11,9 @@ from typing import Any
 import mlx.core as mx
 
 from mlxgen.cancellation import Cancelled, CancelToken
-from mlxgen.constraints import BanConstraint
+from mlxgen.constraints import BanConstraint, Constraint, HealingConstraint, healing_at_end, healing_of
 from mlxgen.decode import TokenIterator
-from mlxgen.errors import ContextLengthError
+from mlxgen.errors import ContextLengthError, OutOfMemoryError
 from mlxgen.events import Backtrack, Event, Finished, FinishReason, InputProgress, PrefillProgress, Section, Usage
 from mlxgen.history import Reply, token_record
 from mlxgen.inputs import PreparedInput
@@ -144,6 +144,13 @@ class ReplyRun:
         """Compute the prompt's ids, go back to what they share with the ledger, and record the rest."""
         state, sequence = self._state, self._state.sequence
         prompt = state.prompt()
+        if self._options.heal and state.options.raw and not self._reply.tokens and not self._reply.healed:
+            healing = healing_at_end(state.model.tokenizer, prompt.ids)
+            if healing.ids:
+                state.record("mark", [0, "heal", {"ids": list(healing.ids), "text": healing.text}])
+                assert self._judge is not None
+                self._judge.rebuild()
+                prompt = state.prompt()
         target = prompt.ids + self._reply.ids
         limit = state.model.context_length
         if limit is not None and len(target) > limit and state.options.cache.max_kv_size is None:
@@ -202,7 +209,14 @@ class ReplyRun:
             cache.kv_bits,
             cache.kv_group_size,
         )
-        check_fits(estimate_run(state.model, size), what=f"a run of {total} tokens ({num_tokens} of them prompt)")
+        estimate, what = estimate_run(state.model, size), f"a run of {total} tokens ({num_tokens} of them prompt)"
+        try:
+            check_fits(estimate, what=what)
+        except OutOfMemoryError:
+            # Before anything is refused, what is only kept for later goes.
+            if self._prefixes is None or not self._prefixes.make_room():
+                raise
+            check_fits(estimate, what=what)
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 
@@ -257,6 +271,7 @@ class ReplyRun:
         assert judge is not None
         limit = judge.limit = self._limit()
         yield from self._steer(judge)
+        self._mend(judge)
         forces = judge.forces
         while limit is None or len(reply.tokens) < limit:
             forced = judge.forced() if forces else None
@@ -290,7 +305,7 @@ class ReplyRun:
                 # The last token and that it was the last are one write: a kill between the two would let a resumed run
                 # go on past the end.
                 state.append(token_record(sampled), *_seams(verdict))
-            if self._masking and not judge.banned():
+            if self._masking and not judge.banned() and self._healing() is None:
                 self._settle()
             self._num_handed += len(verdict.event.text)
             state.unit_done("token", self.settle)
@@ -311,8 +326,11 @@ class ReplyRun:
     def _open_iterator(self, judge: Judge, limit: int | None) -> TokenIterator:
         state, reply = self._state, self._reply
         banned = judge.banned()
-        self._masking = bool(banned)
-        constraints = (BanConstraint(banned, state.model.vocab_size),) if banned else ()
+        healing = self._healing()
+        self._masking = bool(banned) or healing is not None
+        constraints: tuple[Constraint, ...] = () if healing is None else (healing,)
+        if banned:
+            constraints = (*constraints, BanConstraint(banned, state.model.vocab_size))
         assert reply.start is not None
         self._iterator = TokenIterator(
             state.sequence,
@@ -345,6 +363,30 @@ class ReplyRun:
             if wanted.sections and not known and isinstance(text, SteeredText) and text.opening is not None:
                 yield text.opening
         self._num_handed = len(text.text) - len(text.carried)
+
+    def _mend(self, judge: Judge) -> None:
+        """With `heal`: where the reply ends in words that were put there, their last tokens are chosen anew."""
+        state, reply = self._state, self._reply
+        if not self._options.heal or not reply.num_put or reply.waiting:
+            return
+        count = len(reply.tokens)
+        healing = healing_at_end(state.model.tokenizer, reply.ids[count - reply.num_put :], keep=0)
+        if not healing.ids:
+            return
+        state.back_to(count - len(healing.ids))
+        state.record("mark", [len(reply.tokens), "mend", {"ids": list(healing.ids), "text": healing.text}])
+        judge.rebuild()
+        self._num_handed = len(judge.text.text) - len(judge.text.carried)
+
+    def _healing(self) -> HealingConstraint | None:
+        """What the reply's next tokens must still begin with; None where nothing was healed, or all is said again."""
+        for count, kind, detail in reversed(self._reply.marks):
+            if kind in ("heal", "mend"):
+                model = self._state.model
+                removed = healing_of(model.tokenizer, [int(token) for token in detail["ids"]]).removed
+                constraint = HealingConstraint(model.tokenizer, removed, model.vocab_size, first=count)
+                return constraint if constraint.allowed(self._reply.ids) is not None else None
+        return None
 
     def _make_place(self, judge: Judge) -> None:
         """Before a token that the model doesn't choose: the token before it is fed by a decode pass, as it would have

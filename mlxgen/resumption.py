@@ -117,7 +117,9 @@ def _check_ids(history: History, model: Model) -> None:
     replies = [turn.reply for turn in history.turns if turn.reply is not None]
     unseen = [reply.resumed.pending.id for reply in replies if reply.resumed and reply.resumed.pending]
     try:
-        for ids in (history.ids, unseen, *(reply.ids for reply in replies)):
+        banned = [ids for reply in replies for ids in reply.banned.values()]
+        healed = [reply.healed for reply in replies] + [reply.waiting for reply in replies]
+        for ids in (history.ids, unseen, *(reply.ids for reply in replies), *banned, *healed):
             token_ids_checked(ids, model.vocab_size)
     except MlxgenError as error:
         raise SnapshotError(f"the journal has token ids that this model doesn't have ({error})") from error
@@ -336,7 +338,10 @@ def _replay_sampling(base: _Base, session: Session, cancel: CancelToken) -> None
             sequence.feed_one()
         sequence.ahead = pending if sequence.num_fed == sampled_before else None
         iterator = TokenIterator(
-            sequence, options=options.decode_options(None), step=sampled_before - reply.start, cancel=cancel
+            sequence,
+            options=options.decode_options(None).bound(session.model),
+            step=sampled_before - reply.start,
+            cancel=cancel,
         )
         while len(sequence.ids) < len(known):
             token = next(iterator)

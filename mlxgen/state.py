@@ -314,6 +314,9 @@ class SessionState:
         remaining = list(media)
         for turn in self.history.turns:
             if turn.reply is not None:
+                healed = turn.reply.healed
+                if healed:
+                    del ids[len(ids) - len(healed) :]  # the reply says them again, in other tokens
                 if turn is self.history.turns[-1]:
                     break  # the reply that is to begin here, or to go on
                 ranges.append((len(ids), len(ids) + len(turn.reply.tokens)))

@@ -165,7 +165,7 @@ class SteeredText(TextStream):
         self._advance()
 
     def _take(self, token: int) -> int:
-        piece = self._detokenizer.add(token)
+        piece = self._add(token)
         start = len(self._all)
         self._all += piece
         self._num_emitted += len(self._matcher.feed(piece).emit)
@@ -286,6 +286,12 @@ class SteeredText(TextStream):
         self._num_shown = max(self._num_shown, num_chars)
         self._floor = self._num_tokens
         self.carried = self._all[num_chars : self._num_shown]
+
+    def _have_said(self, text: str) -> None:
+        self._all += text
+        self._num_chars += len(text)
+        self._num_emitted += len(text)
+        self._have_shown(len(self._all))
 
     def _carry(self, text: str) -> str:
         self.carried += text

@@ -50,6 +50,7 @@ class TextStream:
         self._num_chars = 0
         self._ends: list[int] | None = [] if located or stop_strings else None  # characters after each token
         self.carried = ""
+        self._healed = ""  # what the reply begins with only because healing took it off the prompt's end
 
     @classmethod
     def rebuild(
@@ -58,8 +59,10 @@ class TextStream:
         """The stream after these tokens, with everything that was done to it done again where it was done.
 
         `marks`, in their order: "flush", "release" and "stops" (the list of stop strings from there on) are calls of
-        the methods of that name; "silent" says that the token before it was skipped. A mark out of order or past the
-        end raises `InvalidValueError`.
+        the methods of that name; "silent" says that the token before it was skipped; "heal" that the text begins with
+        one that was taken off the prompt with its tokens: it isn't the reply's; "mend" the same of words put into the
+        model's mouth: they are the reply's, and were shown. A mark out of order or past the end
+        raises `InvalidValueError`.
         """
         stream = cls(tokenizer, stop_strings, located=any(mark[1] == "stops" and mark[2] for mark in marks))
         stream._replay_all(tokens, marks)
@@ -92,6 +95,12 @@ class TextStream:
             self.release()
         elif kind == "stops":
             self.change_stops(tuple(detail))
+        elif kind == "heal":
+            self._healed = str(detail["text"])
+        elif kind == "mend":
+            self.flush()
+            self._healed = str(detail["text"])
+            self._have_said(self._healed)
         elif kind != "silent":
             raise InvalidValueError(f"text mark {kind!r} is unknown; it was written by a newer mlxgen")
 
@@ -104,7 +113,7 @@ class TextStream:
 
     def feed(self, token: int) -> TextStep:
         """Take in one id. After a stop hit the text is kept back until `release`, and `stop_hit` stays set."""
-        piece = self._detokenizer.add(token)
+        piece = self._add(token)
         step = self._matcher.feed(piece)
         self._num_tokens += 1
         self.carried = ""
@@ -113,6 +122,19 @@ class TextStream:
             self._ends.append(self._num_chars)
         self._show(step.emit)
         return TextStep(step.emit, step.hit)
+
+    def _add(self, token: int) -> str:
+        """The text that became certain with a token, without what belongs to the prompt."""
+        piece = self._detokenizer.add(token)
+        if self._healed and piece:
+            num_chars = min(len(piece), len(self._healed))
+            self._healed, piece = self._healed[num_chars:], piece[num_chars:]
+        return piece
+
+    def _have_said(self, text: str) -> None:
+        """Count as shown what the next tokens will say."""
+        self._num_chars += len(text)
+        self._show(text)
 
     def flush(self) -> str:
         """Show half a stop string, for a reply that ends by its length. Half a character stays held back."""
