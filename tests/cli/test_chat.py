@@ -2,79 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
-import io
 import json
-import os
-import pty
 import re
-import select
-import struct
-import subprocess
-import sys
-import termios
-import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from cli.commands import LONG, call, llama, snapshots
+from cli.talking import COLUMNS, Terminal, talk
 
 from mlxgen.cli.console import bar_line
-
-COLUMNS = 20
-
-
-class Terminal:
-    """A process on a pseudo-terminal; what it shows is gathered in `shown`."""
-
-    def __init__(self, args: list[str]) -> None:
-        self.master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "mlxgen", *args],
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )
-        os.close(slave)
-        self.shown = b""
-        self._position = 0
-
-    def wait_for(self, pattern: bytes, timeout: float = 60) -> bytes:
-        """Read until something new matches; what came before it."""
-        deadline = time.monotonic() + timeout
-        while True:
-            match = re.search(pattern, self.shown[self._position :])
-            if match:
-                before = self.shown[self._position : self._position + match.start()]
-                self._position += match.end()
-                return before
-            if not self._read(deadline):
-                raise AssertionError(f"no {pattern!r} in {self.shown[self._position :]!r}")
-
-    def _read(self, deadline: float) -> bool:
-        ready, _, _ = select.select([self.master], [], [], max(0.0, deadline - time.monotonic()))
-        if not ready:
-            return False
-        try:
-            data = os.read(self.master, 65536)
-        except OSError:  # Linux's end of file
-            return False
-        self.shown += data
-        return bool(data)
-
-    def type(self, text: bytes) -> None:
-        os.write(self.master, text)
-
-    def close(self) -> int:
-        while self._read(time.monotonic() + 30):
-            pass
-        os.close(self.master)
-        return self.process.wait(timeout=30)
 
 
 def test_chat_on_a_narrow_terminal(capfdbinary: Any, cache: Path, tmp_path: Path) -> None:
@@ -152,15 +89,6 @@ def test_sigterm_at_the_prompt_leaves(cache: Path) -> None:
         code = terminal.close()
     assert code == 143
     assert len(snapshots(cache)) == 1
-
-
-def talk(
-    capfdbinary: Any, monkeypatch: pytest.MonkeyPatch, lines: bytes, *args: str, model: bool = True
-) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(lines), isatty=lambda: False))
-    chosen = ["--model", llama()] if model else []
-    result = call(capfdbinary, "chat", *chosen, "--ignore-eos", "--max-tokens", "6", *args)
-    return result.code, result.out.decode(), result.err
 
 
 def test_commands_over_a_pipe(capfdbinary: Any, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
