@@ -11,9 +11,11 @@ if TYPE_CHECKING:
     from mlxgen.cache import CacheOptions
     from mlxgen.cancellation import NEVER, Cancelled, CancelToken, cancel_on_interrupt
     from mlxgen.compat import GenerationResponse, generate, stream_generate
+    from mlxgen.constraints import Constraint, Grammar
     from mlxgen.decode import DecodeOptions, TokenIterator
     from mlxgen.errors import (
         ContextLengthError,
+        GrammarError,
         InvalidValueError,
         MediaError,
         MlxgenError,
@@ -43,11 +45,14 @@ _HOME = {
     "CacheOptions": "mlxgen.cache",
     "CancelToken": "mlxgen.cancellation",
     "Cancelled": "mlxgen.cancellation",
+    "Constraint": "mlxgen.constraints",
     "ContextLengthError": "mlxgen.errors",
     "DecodeOptions": "mlxgen.decode",
     "Event": "mlxgen.events",
     "Finished": "mlxgen.events",
     "GenerationResponse": "mlxgen.compat",
+    "Grammar": "mlxgen.constraints",
+    "GrammarError": "mlxgen.errors",
     "ImagePart": "mlxgen.request",
     "InputProgress": "mlxgen.events",
     "InvalidValueError": "mlxgen.errors",
@@ -100,11 +105,14 @@ __all__ = [
     "CacheOptions",
     "CancelToken",
     "Cancelled",
+    "Constraint",
     "ContextLengthError",
     "DecodeOptions",
     "Event",
     "Finished",
     "GenerationResponse",
+    "Grammar",
+    "GrammarError",
     "ImagePart",
     "InputProgress",
     "InvalidValueError",

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlxgen.bans import BanList
 from mlxgen.cache import CacheOptions
-from mlxgen.constraints import Constraint, Grammar
+from mlxgen.constraints import Constraint, Grammar, healing_at_end
 from mlxgen.decode import DecodeOptions
 from mlxgen.errors import InvalidValueError, NotResumableError, UnsupportedError
 from mlxgen.events import Token
@@ -145,6 +145,8 @@ class ReplyOptions:
             )
         if self.grammar is not None and model is not None:
             self.grammar.validate(model.tokenizer, model.vocab_size, model.eos_token_ids)
+        if self.heal and model is not None:
+            healing_at_end(model.tokenizer, ())  # refuses a tokenizer whose tokens aren't strings of bytes
 
     def _validate_steering(self, model: Model | None) -> None:
         if self.ban and any(map(is_resumable, self.processors)):
