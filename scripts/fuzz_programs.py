@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "vision"), str(ROOT / "tests")]
 
 from harness import SETUPS, greedy, new_session, sampled  # noqa: E402
-from harness.programs import Program, random_step  # noqa: E402
+from harness.programs import Program, random_step, steered  # noqa: E402
 from vision_harness.jobs import image, sources  # noqa: E402
 from vision_harness.jobs import new_session as new_vision_session  # noqa: E402
 from vision_harness.tiny_vlm import FAMILIES  # noqa: E402
@@ -31,7 +31,7 @@ from mlxgen.cache import CacheOptions  # noqa: E402
 
 def program(rng: random.Random, name: str, folder: Path) -> Program:
     """A program's start: a text model of some cache kind, or one that is shown pictures."""
-    reply = rng.choice((greedy(5), sampled(5)))
+    reply = rng.choice((greedy(5), sampled(5), steered(6)))
     mark_every = rng.choice((4, 8, 64))
     if not name.startswith("pictures/"):
         setup = SETUPS[name]

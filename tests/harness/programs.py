@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from harness import Outcome, StopAt
+from harness import StopAt, sampled
+from mlxgen.events import Backtrack, Finished, Token
 from mlxgen.history import History
 from mlxgen.options import ReplyOptions
 from mlxgen.request import Part
@@ -23,6 +24,11 @@ from mlxgen.session import Session
 
 PROMPTS = ("Hi", "Tell me of the sea, at length.", "No.")
 Step = tuple[Any, ...]
+
+
+def steered(max_tokens: int) -> ReplyOptions:
+    """Replies that go back for banned strings, stop at patterns, and are sampled with penalties."""
+    return replace(sampled(max_tokens), ban=("e", "th", " s"), stop=("zq",), stop_regex=(r"\d\d",))
 
 
 def random_step(rng: random.Random) -> Step:
@@ -77,11 +83,22 @@ class Program:
         if self.session.history.reply is None:
             return
         before, text = self.session.position, self.session.reply_text
-        outcome = Outcome()
-        outcome.take(self.session.continue_(cancel=StopAt(stop_at)))
-        assert [token.index for token in outcome.tokens] == list(range(before, self.session.position))
-        assert self.session.reply_text == outcome.finished.text
+        indices: list[int] = []
+        finished = None
+        for event in self.session.continue_(cancel=StopAt(stop_at)):
+            if isinstance(event, Backtrack):
+                indices = [index for index in indices if index < event.index]
+                before = min(before, event.index)
+            elif isinstance(event, Token):
+                indices.append(event.index)
+            elif isinstance(event, Finished):
+                finished = event
+        assert indices == list(range(before, self.session.position))
+        assert finished is not None
+        assert self.session.reply_text == finished.text
         assert self.session.reply_text.startswith(text)
+        for banned in self.reply.ban:
+            assert banned not in self.session.reply_text[len(text) :]
 
     def do_undo(self) -> None:
         if any(turn.role == "user" for turn in self.session.turns):
