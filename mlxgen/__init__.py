@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mlxgen.compat import GenerationResponse, generate, stream_generate
     from mlxgen.constraints import Constraint, Grammar
     from mlxgen.decode import DecodeOptions, TokenIterator
+    from mlxgen.engine import Engine
     from mlxgen.errors import (
         ContextLengthError,
         GrammarError,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     )
     from mlxgen.events import Event, Finished, InputProgress, PrefillProgress, Token, TopLogprob, Usage
     from mlxgen.inputs import MediaSpan, PreparedInput, PreparedMedium, VisionFamily, VisionModel
+    from mlxgen.job import Job
     from mlxgen.models import LoadOptions, LoadProgress, Model, load
     from mlxgen.options import ReplyOptions, SessionOptions
     from mlxgen.persist import AutosavePolicy
@@ -48,6 +50,7 @@ _HOME = {
     "Constraint": "mlxgen.constraints",
     "ContextLengthError": "mlxgen.errors",
     "DecodeOptions": "mlxgen.decode",
+    "Engine": "mlxgen.engine",
     "Event": "mlxgen.events",
     "Finished": "mlxgen.events",
     "GenerationResponse": "mlxgen.compat",
@@ -56,6 +59,7 @@ _HOME = {
     "ImagePart": "mlxgen.request",
     "InputProgress": "mlxgen.events",
     "InvalidValueError": "mlxgen.errors",
+    "Job": "mlxgen.job",
     "LoadOptions": "mlxgen.models",
     "LoadProgress": "mlxgen.models",
     "LogitsProcessor": "mlxgen.sampling",
@@ -108,6 +112,7 @@ __all__ = [
     "Constraint",
     "ContextLengthError",
     "DecodeOptions",
+    "Engine",
     "Event",
     "Finished",
     "GenerationResponse",
@@ -116,6 +121,7 @@ __all__ = [
     "ImagePart",
     "InputProgress",
     "InvalidValueError",
+    "Job",
     "LoadOptions",
     "LoadProgress",
     "LogitsProcessor",

@@ -1,16 +1,17 @@
-"""The thread that owns a model, and the asyncio front: events come to the loop, the work stays on one thread.
+"""The thread that owns a model, the queue of runs it works on, and the asyncio front.
 
-MLX's streams belong to the thread that made them, so everything asynchronous on one model runs on that model's one
-thread.
+MLX's streams belong to the thread that made them, so everything that is queued or asynchronous on one model runs on
+that model's one thread. A run is a generator of events; between two of them the thread may turn to another run, and
+the first one, left as it is, goes on later. Nothing is copied or recorded for that.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
+import atexit
 import queue
 import threading
 import weakref
+from bisect import insort
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
@@ -18,47 +19,174 @@ import mlx.core as mx
 
 from mlxgen.cancellation import NEVER, CancelToken
 from mlxgen.events import Event, Finished
+from mlxgen.runs import Run, cancel_with
 
-_log = logging.getLogger(__name__)
-_POLL_S = 0.5
+# How often the token of a caller is looked at while nothing runs: it is a plain attribute and wakes nobody.
+_POLL_S = 0.05
+# Runs within each other, each in the middle of an event of a less urgent one.
+_MAX_NESTED = 8
 
 
 class OwnerThread:
-    """Runs callables one after another on one thread. It starts with the first and ends with `close` (or the model).
+    """Works on runs, one unit at a time: the most urgent that can go on, among equals the one that came first.
 
-    At its end it gives MLX's per-thread streams back: a thread that ends with them just before the process does can
-    crash the process.
+    It starts at once and ends with `close` (or the model). The list of runs belongs to the thread; others only put into
+    its inbox. At its end it gives MLX's per-thread streams back: a thread that ends with them just before the process
+    does can crash the process.
     """
 
     def __init__(self, name: str) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Run | None] = queue.SimpleQueue()
+        self._runs: list[Run] = []
+        self._num_nested = 0
+        self.current: Run | None = None
         self.closing = threading.Event()
-        self._thread = threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True)
+        self.ended = False
+        self._num_live = 0
+        self._gate = threading.Lock()  # for the two before it; held for a moment, never while anything is freed
+        self.finalizer: weakref.finalize[..., Any] | None = None  # ends it with the model
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, call: Callable[[], None]) -> None:
-        self._calls.put(call)
+    @property
+    def here(self) -> bool:
+        """Whether the caller is on this thread."""
+        return threading.get_ident() == self._thread.ident
+
+    def add(self, run: Run) -> bool:
+        """Queue a run; False if the thread has ended or is about to."""
+        with self._gate:
+            if self.ended:
+                return False
+            self._num_live += 1
+            run.owner = self
+            self._inbox.put(run)
+            return True
+
+    def wake(self) -> None:
+        self._inbox.put(None)
 
     def close(self) -> None:
-        """Finish what is queued (a reply that nobody reads any more is given up), then end. Returns when the thread
-        has ended."""
+        """Stop every run at its next checkpoint, then end. Returns when the thread has ended."""
+        with self._gate:
+            self.ended = True
+        atexit.unregister(self.close)
         self.closing.set()
-        self._calls.put(None)
-        if threading.current_thread() is not self._thread:
+        self.wake()
+        if not self.here:
             self._thread.join()
 
+    def close_if_unused(self) -> None:
+        """End the thread unless somebody else has a run on it."""
+        with self._gate:
+            if self._num_live:
+                return
+            self.ended = True
+        if self.finalizer is not None:
+            self.finalizer.detach()
+        self.close()
 
-def _serve(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    try:
-        while (call := calls.get()) is not None:
-            try:
-                call()
-            except BaseException:
-                # Whoever asked has been told, or is gone; the thread goes on for the model's other sessions.
-                _log.debug("a call on the model's thread failed", exc_info=True)
-            del call  # an idle thread must not keep the last call's session alive
-    finally:
-        mx.clear_streams()
+    # -- the thread itself ---------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            while self._turn():
+                pass
+        finally:
+            mx.clear_streams()
+
+    def _turn(self) -> bool:
+        """Advance one run by one unit, or wait for a message; False when all is done."""
+        closing = self.closing.is_set()  # before looking into the inbox: nothing is put there afterwards
+        self._receive()
+        run = self._next()
+        if run is not None:
+            self._advance(run)
+            return True
+        self.current = None
+        if closing and not self._runs:
+            return False
+        self._wait()
+        return True
+
+    def _wait(self) -> None:
+        watched = any(run.watched for run in self._runs)
+        try:
+            self._take_in(self._inbox.get(timeout=_POLL_S if watched else None))
+        except queue.Empty:
+            pass
+
+    def _receive(self) -> None:
+        while not self._inbox.empty():
+            self._take_in(self._inbox.get())
+        if self.closing.is_set():
+            for run in self._runs:
+                run.token.cancel("shutdown")
+
+    def _take_in(self, message: Run | None) -> None:
+        if message is not None:
+            insort(self._runs, message, key=lambda run: run.place)
+
+    def _next(self, above: Run | None = None) -> Run | None:
+        """Whose turn it is; with `above`, only what may interrupt that run in the middle of its event."""
+        best: Run | None = None
+        for run in self._runs:
+            if run.stopping:
+                if not run.advancing:
+                    return run
+                return None  # it is being interrupted itself: return into it, so that it can stop
+            if best is None and run.ready and not run.advancing and (above is None or run.priority > above.priority):
+                best = run
+        return best
+
+    def _advance(self, run: Run) -> None:
+        """Run up to the next event, and put that into the mailbox. A run that is to stop runs up to where it has."""
+        self.current, run.advancing = run, True
+        try:
+            if run.events is None:
+                assert run.start is not None
+                run.events = run.start()
+            for event in run.events:
+                if event is None:
+                    return
+                run.box.put(event)
+                if not isinstance(event, Finished) and not run.stopping:
+                    return
+        except BaseException as error:
+            # Whoever asked is told; the thread goes on for the others.
+            self._end(run, error)
+        else:
+            self._end(run, None)
+        finally:
+            run.advancing = False
+
+    def _end(self, run: Run, error: BaseException | None) -> None:
+        self._runs.remove(run)
+        self.current = None
+        # A run that is over must not keep its session alive, nor an idle thread its last run.
+        run.start = run.events = None
+        run.rest.set()
+        with self._gate:
+            self._num_live -= 1
+        run.box.end(error)
+
+    def give_way(self, run: Run) -> None:
+        """At a checkpoint of `run`: do here and now what is more urgent, then return into it.
+
+        Most units end with an event, and there the queue is looked at anyway. A picture's way through the tower, or the
+        passes a resume runs again, are many units and one event.
+        """
+        if self._inbox.empty() or self._num_nested == _MAX_NESTED:
+            return
+        self._num_nested += 1
+        try:
+            self._receive()
+            while (urgent := self._next(above=run)) is not None:
+                self._advance(urgent)
+                self._receive()
+        finally:
+            self._num_nested -= 1
+            self.current = run
 
 
 _owners: weakref.WeakKeyDictionary[Any, OwnerThread] = weakref.WeakKeyDictionary()
@@ -69,102 +197,55 @@ def owner_of(model: Any) -> OwnerThread:
     """The thread of this model, started at the first call; it ends when the model is garbage or the process exits."""
     with _owners_lock:
         owner = _owners.get(model)
-        if owner is None:
+        if owner is None or owner.ended:
             owner = _owners[model] = OwnerThread("mlxgen-owner")
-            weakref.finalize(model, owner.close)
+            owner.finalizer = weakref.finalize(model, owner.close)
+            # At the process's end before all finalizers, those of the sessions' snapshots among them: what still runs
+            # is stopped and saved.
+            owner.finalizer.atexit = False
+            atexit.register(owner.close)
         return owner
 
 
-class _Bridge:
-    """Carries events from the owner thread into an asyncio loop. Bounded: a slow consumer slows the work down."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, closing: threading.Event, max_events: int = 64) -> None:
-        self._loop = loop
-        self._closing = closing
-        self._room = threading.Semaphore(max_events)
-        self._events: asyncio.Queue[Any] = asyncio.Queue()
-        self.ended = asyncio.Event()
-
-    def put(self, item: Any) -> None:
-        while not self._room.acquire(timeout=_POLL_S):
-            # A loop that was abandoned without closing its generators would keep the model's thread, and the process's
-            # end, waiting for ever.
-            if self._loop.is_closed() or self._closing.is_set():
-                raise RuntimeError("the event loop that read this reply is gone")
-        self._loop.call_soon_threadsafe(self._events.put_nowait, item)
-
-    def finish(self, error: BaseException | None) -> None:
-        self._loop.call_soon_threadsafe(self._end, error)
-
-    def _end(self, error: BaseException | None) -> None:
-        self._events.put_nowait(_End(error))
-        self.ended.set()
-
-    async def get(self) -> Any:
-        item = await self._events.get()
-        self._room.release()
-        return item
-
-    def open_wide(self) -> None:
-        """Never block the producer again: the consumer is gone and only waits for the end."""
-        self._room.release(1 << 20)
+def add_run(model: Any, run: Run) -> None:
+    """Queue a run on the model's thread."""
+    while not owner_of(model).add(run):
+        pass  # the thread was just being ended: the next call starts another
 
 
-class _End:
-    def __init__(self, error: BaseException | None) -> None:
-        self.error = error
+def end_thread_if_unused(model: Any) -> None:
+    """End the model's thread if nothing runs or waits on it; the next run starts another."""
+    with _owners_lock:
+        owner = _owners.get(model)
+    if owner is not None:
+        owner.close_if_unused()
 
 
 async def stream_from_owner(
     model: Any, start: Callable[[CancelToken], Iterator[Event]], *, cancel: CancelToken = NEVER
 ) -> AsyncGenerator[Event, None]:
-    """Run `start(token)` and its events on the model's thread; yield the events here.
+    """Run `start(token)` and its events on the model's thread, in the queue with priority 0; yield the events here.
 
     Cancelling the task (or leaving the loop early) cancels the token and waits until the unit in flight is done and
     the session is settled, then lets the cancellation go on.
     """
-    token = CancelToken(parent=None if cancel is NEVER else cancel)
-    owner = owner_of(model)
-    bridge = _Bridge(asyncio.get_running_loop(), owner.closing)
-
-    def work() -> None:
-        error: BaseException | None = None
-        try:
-            events = start(token)
-            try:
-                for event in events:
-                    bridge.put(event)
-            finally:
-                events.close()  # type: ignore[attr-defined]
-        except BaseException as raised:
-            error = raised
-        bridge.finish(error)
-
-    owner.submit(work)
+    run = Run(cancel=cancel)
+    token = run.new_token()
+    run.start = lambda: start(token)
+    add_run(model, run)
+    reader = _Reader()
+    cancel_with(reader, run)  # for a loop that was abandoned without closing its generators: nothing below runs then
     try:
-        while True:
-            item = await bridge.get()
-            if isinstance(item, _End):
-                if item.error is not None:
-                    raise item.error
-                return
-            yield item
+        while (event := await run.box.anext()) is not None:
+            yield event
     finally:
-        if not bridge.ended.is_set():
-            token.cancel("disconnect")
-            bridge.open_wide()
-            await _wait_even_if_cancelled(bridge.ended)
+        if not run.box.ended:
+            run.cancel("disconnect")
+            await run.settled()
 
 
-async def _wait_even_if_cancelled(ended: asyncio.Event) -> None:
-    cancelled = False
-    while not ended.is_set():
-        try:
-            await ended.wait()
-        except asyncio.CancelledError:
-            cancelled = True  # asked again while waiting: the work is being stopped already
-    if cancelled:
-        raise asyncio.CancelledError
+class _Reader:
+    """Lives as long as the frame that reads a run's events."""
 
 
 def last_event(events: Iterator[Event]) -> Finished:
