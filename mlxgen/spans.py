@@ -120,7 +120,9 @@ def _with_marks(messages: Conversation, slots: list[Slot], numbers: Sequence[int
             result[slot.message]["content"] = mark
         else:
             parts = list(result[slot.message]["content"])
-            parts[slot.part] = {**parts[slot.part], "text": mark}
+            # Some templates look for a part's words under "content"; a family gives them both then.
+            keys = [key for key in ("text", "content") if parts[slot.part].get(key) == slot.text]
+            parts[slot.part] = {**parts[slot.part], **dict.fromkeys(keys, mark)}
             result[slot.message]["content"] = parts
     return result
 

@@ -22,8 +22,14 @@ from safetensors.numpy import save_file
 from tiny.tokenizer import MERGES
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "smolvlm", "idefics3", "gemma3")
+from vision_harness import tiny_mistral
+from vision_harness.tiny_family import TinyFamily
+
+_OTHERS: dict[str, TinyFamily] = {**tiny_mistral.FAMILIES}
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "smolvlm", "idefics3", "gemma3", *_OTHERS)
 WITH_VIDEO = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "smolvlm")
+WITH_VIDEO = (*WITH_VIDEO, *(name for name, made in _OTHERS.items() if made.video))
 
 _QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
 _ROWS = tuple(f"<row_{row}_col_{column}>" for row in (1, 2, 3, 4) for column in (1, 2, 3, 4))
@@ -33,6 +39,7 @@ _SPECIALS = {
     "tiled": (*_TILED, "<video>", *_ROWS),
     "gemma": ("<pad>", "<eos>", "<bos>", "<start_of_image>", "<end_of_image>", "<image_soft_token>")
     + ("<start_of_turn>", "<end_of_turn>"),
+    **{name: made.specials for name, made in _OTHERS.items()},
 }
 _TEMPLATES = {
     "qwen": "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -52,8 +59,10 @@ _TEMPLATES = {
     "{% if part['type'] == 'image' %}<start_of_image>{% else %}{{ part['text'] | trim }}{% endif %}"
     "{% endfor %}{% endif %}<end_of_turn>\n{% endfor %}"
     "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+    **{name: made.template for name, made in _OTHERS.items()},
 }
 _EOS = {"qwen": "<|im_end|>", "tiled": "<end_of_utterance>", "gemma": "<eos>"}
+_EOS |= {name: made.eos for name, made in _OTHERS.items()}
 
 _TEXT: dict[str, Any] = {
     "hidden_size": 64,
@@ -78,6 +87,8 @@ _SIGLIP: dict[str, Any] = {
 
 
 def style(family: str) -> str:
+    if family in _OTHERS:
+        return family
     return {"smolvlm": "tiled", "idefics3": "tiled", "gemma3": "gemma"}.get(family, "qwen")
 
 
@@ -103,6 +114,7 @@ def _write_tokenizer(folder: Path, kind: str) -> None:
     if kind == "gemma":
         config |= {"bos_token": "<bos>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
         config |= {"image_token": "<image_soft_token>"}
+    config |= _OTHERS[kind].tokenizer if kind in _OTHERS else {}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
@@ -113,6 +125,8 @@ def config_of(family: str) -> dict[str, Any]:
     text = _TEXT | {"vocab_size": len(vocabulary), "eos_token_id": vocabulary.index(_EOS[kind])}
     whole: dict[str, Any] = {"model_type": family, "tie_word_embeddings": False}
     rope: dict[str, Any] = {"rope_theta": 10000.0, "rope_type": "default"}
+    if family in _OTHERS:
+        return whole | _OTHERS[family].config(vocabulary, text)
     if kind == "tiled":
         whole |= {"image_token_id": vocabulary.index("<image>"), "scale_factor": 2, "vision_config": _SIGLIP}
         text |= {"model_type": "llama", "rope_parameters": rope}
@@ -160,6 +174,8 @@ def config_of(family: str) -> dict[str, Any]:
 
 def _processor(family: str) -> dict[str, Any]:
     kind = style(family)
+    if family in _OTHERS:
+        return _OTHERS[family].processor
     if kind == "gemma":
         return {"image_processor": {"size": {"height": 64, "width": 64}, "resample": 2}}
     if kind == "tiled":
@@ -178,6 +194,8 @@ def _processor(family: str) -> dict[str, Any]:
 
 def _modules(family: str, config: dict[str, Any]) -> dict[str, Any]:
     """The family's modules by the prefix their weights get."""
+    if family in _OTHERS:
+        return _OTHERS[family].modules(config)
     from mlx_lm.models import gemma3_text, llama, qwen2, qwen3, qwen3_5
     from mlxgen_vision.families import gemma3, idefics3, qwen_language
     from mlxgen_vision.text_config import gemma3_arguments, llama_arguments

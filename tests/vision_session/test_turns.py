@@ -205,7 +205,8 @@ def test_an_undone_picture_is_remembered_as_such_after_a_resume(folder, tmp_path
 
 
 PLACEHOLDERS = {"qwen": "<|image_pad|>", "tiled": "<image>", "gemma": "<start_of_image>"}
-TOKENS = {"qwen": "<|image_pad|>", "tiled": "<image>", "gemma": "<image_soft_token>"}
+PLACEHOLDERS |= {"pixtral": "[IMG]", "mistral3": "[IMG]"}
+TOKENS = PLACEHOLDERS | {"gemma": "<image_soft_token>"}
 
 
 @FAMILIES

@@ -119,17 +119,14 @@ def text_arguments(text_config: Mapping[str, Any], kind: str, *, tied: bool) -> 
     return arguments | {"model_type": kind, "tie_word_embeddings": tied}
 
 
-def load_text_model(
-    text_config: Mapping[str, Any], weights: Weights, *, default_kind: str, cancel: CancelToken = NEVER
-) -> nn.Module:
-    """Build mlx-lm's model for `text_config` and give it `weights`, named `model.…` and `lm_head.…`.
+def build_text_model(text_config: Mapping[str, Any], *, default_kind: str, tied: bool) -> nn.Module:
+    """mlx-lm's model for `text_config`, without weights. `default_kind` is the `model_type` of one that names none.
 
-    `default_kind` is the `model_type` of a config that names none. Raises `UnsupportedError` for a kind that isn't
-    known here, `ModelLoadError` if config and weights don't fit.
+    Raises `UnsupportedError` for a kind that isn't known here.
     """
     kind = str(text_config.get("model_type") or default_kind)
-    known = _kind(kind)
-    arguments = text_arguments(text_config, kind, tied="lm_head.weight" not in weights)
+    module = _kind(kind).module
+    arguments = text_arguments(text_config, kind, tied=tied)
     window, reach = arguments.get("sliding_window"), arguments["max_position_embeddings"]
     if kind == "mistral" and window and window < reach:
         _log.warning(
@@ -137,7 +134,17 @@ def load_text_model(
             window,
             window,
         )
-    model = known.module.Model(known.module.ModelArgs.from_dict(arguments))
+    return module.Model(module.ModelArgs.from_dict(arguments))
+
+
+def load_text_model(
+    text_config: Mapping[str, Any], weights: Weights, *, default_kind: str, cancel: CancelToken = NEVER
+) -> nn.Module:
+    """`build_text_model` with `weights`, named `model.…` and `lm_head.…`; without the latter the embeddings project.
+
+    Raises `ModelLoadError` as well, if config and weights don't fit.
+    """
+    model = build_text_model(text_config, default_kind=default_kind, tied="lm_head.weight" not in weights)
     checkpoint.fill(model, model.sanitize(weights), what="the text model", cancel=cancel)
     return model
 

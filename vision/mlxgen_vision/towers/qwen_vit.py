@@ -44,10 +44,13 @@ class GridRotation:
         """From rows and columns (patches, 2): each takes half of the head's frequencies, rows first."""
         half = head_dim // 2
         inverse = 1.0 / np.float32(theta) ** (np.arange(0, half, 2, dtype=np.float32) / np.float32(half))
-        angles = (coordinates.astype(np.float32)[:, :, None] * inverse.astype(np.float32)).reshape(
-            len(coordinates), 1, -1
-        )
-        cos, sin = np.cos(angles), np.sin(angles)
+        angles = coordinates.astype(np.float32)[:, :, None] * inverse.astype(np.float32)
+        return cls.of_angles(angles.reshape(len(coordinates), -1))
+
+    @classmethod
+    def of_angles(cls, angles: np.ndarray[Any, Any]) -> GridRotation:
+        """From the angles of a head's pairs, float32 (patches, head_dim / 2); a pair is (i, i + head_dim / 2)."""
+        cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
         return cls(mx.array(np.concatenate([cos, cos], axis=-1)), mx.array(np.concatenate([-sin, sin], axis=-1)))
 
     def __call__(self, x: mx.array) -> mx.array:
