@@ -107,7 +107,9 @@ def _phase(history: History, media: Sequence[MediumOverview]) -> Phase:
     reply = history.reply
     if reply is not None and reply.finished:
         return "finished"
-    if reply is not None and reply.tokens and reply is history.laid_out:  # else they were put there, not read yet
+    # Tokens that were put there can be older than the reading of the prompt.
+    read = reply is not None and reply is history.laid_out and history.num_fed >= (reply.start or 0)
+    if reply is not None and reply.tokens and read:
         return "decode"
     used = {part for turn in history.turns for part in turn.parts if isinstance(part, int)}
     if any(not media[index].prepared for index in used):
