@@ -10,14 +10,18 @@ from typing import Any
 
 from harness import SETUPS, Outcome, model
 
+from mlxgen.engine import Engine
 from mlxgen.events import Event, Finished, Token
 from mlxgen.job import Job
 from mlxgen.models import Model
 from mlxgen.options import ReplyOptions, SessionOptions
+from mlxgen.runs import MAX_UNREAD_EVENTS
 from mlxgen.sampling import SamplingParams
 from mlxgen.session import Session
 
 PATIENCE_S = 60.0
+# More tokens than may be unread: a job of so many doesn't end before its consumer wants it to.
+MANY = MAX_UNREAD_EVENTS + 20
 
 
 @dataclass
@@ -133,3 +137,16 @@ def read_until_token(events: Iterator[Event], index: int) -> None:
         if isinstance(event, Token) and event.index == index:
             return
     raise AssertionError(f"no token {index}")
+
+
+def blocker(bench: Bench, engine: Engine, priority: int = 9) -> Job:
+    """A job that has the thread until it is cancelled; nothing less urgent runs."""
+    job = engine.submit(bench.session("blocker"), "Hold on.", priority=priority, reply=long())
+    job._run.box.open_wide()
+    until(lambda: "blocker" in bench.names())
+    return job
+
+
+def outcome_of_result(job) -> list:
+    job.result(60)
+    return outcome_of(job).values
