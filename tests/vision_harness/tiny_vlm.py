@@ -22,13 +22,15 @@ from safetensors.numpy import save_file
 from tiny.tokenizer import MERGES
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from vision_harness import tiny_mistral
+from vision_harness import tiny_gemma4, tiny_internvl, tiny_llava, tiny_mistral
 from vision_harness.tiny_family import TinyFamily
 
-_OTHERS: dict[str, TinyFamily] = {**tiny_mistral.FAMILIES}
+_OTHERS: dict[str, TinyFamily] = {**tiny_mistral.FAMILIES, **tiny_gemma4.FAMILIES}
+_OTHERS |= tiny_internvl.FAMILIES
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "smolvlm", "idefics3", "gemma3", *_OTHERS)
 WITH_VIDEO = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "smolvlm")
+WITH_WINDOWS = ("gemma3", "gemma4", "gemma4_e")  # rings, which can't be quantised
 WITH_VIDEO = (*WITH_VIDEO, *(name for name, made in _OTHERS.items() if made.video))
 
 _QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
@@ -226,7 +228,9 @@ def _modules(family: str, config: dict[str, Any]) -> dict[str, Any]:
     return {"language_model.": text, "vision_tower.": tower}
 
 
-def _weight(name: str, shape: tuple[int, ...], seed: int, *, gemma: bool, num_specials: int) -> np.ndarray[Any, Any]:
+def _weight(
+    name: str, shape: tuple[int, ...], seed: int, *, gemma: bool, tied: bool, num_specials: int
+) -> np.ndarray[Any, Any]:
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     noise = rng.standard_normal(shape)
     language = name.startswith("language_model.")
@@ -234,9 +238,13 @@ def _weight(name: str, shape: tuple[int, ...], seed: int, *, gemma: bool, num_sp
         value = np.log(rng.uniform(0.05, 1.0, shape))  # slow decay: a recurrent state that remembers
     elif name.endswith("dt_bias"):
         value = rng.uniform(-2.0, 0.0, shape)
+    elif name.endswith(("_min", "_max")):
+        return np.array(-1.5 if name.endswith("_min") else 1.5, np.float32)  # some values are beyond
+    elif name.endswith(("layer_scalar", "std_scale")):
+        value = 1.0 + 0.1 * noise
     elif name.endswith("embed_tokens.weight"):
         value = noise * 0.3
-        if gemma:
+        if tied:
             value[:num_specials] *= 0.1
     elif name.endswith("lm_head.weight"):
         value = noise * (2.5 / np.sqrt(shape[-1]))
@@ -259,7 +267,12 @@ def write(folder: Path, family: str, *, seed: int = 0) -> Path:
     _write_tokenizer(folder, kind)
     weights = {
         prefix + name: _weight(
-            prefix + name, tuple(value.shape), seed, gemma=kind == "gemma", num_specials=len(_SPECIALS[kind])
+            prefix + name,
+            tuple(value.shape),
+            seed,
+            gemma=kind == "gemma",
+            tied=config["tie_word_embeddings"],
+            num_specials=len(_SPECIALS[kind]),
         )
         for prefix, module in _modules(family, config).items()
         for name, value in tree_flatten(module.parameters())

@@ -33,9 +33,9 @@ def values(session, prompt=None, max_tokens=6):
     return outcome.values
 
 
-def cold(session):
+def cold(family, session):
     """What a new session says to the same turns, replies included, when it prefills everything at once."""
-    fresh = new_session(session.model.vision.family)
+    fresh = new_session(family)
     state, source = fresh.state, session.state
     state.history.turns = [*source.history.turns[:-1]]
     state.history.session = source.history.session
@@ -93,7 +93,7 @@ def test_pictures_in_later_turns_and_text_only_turns_reuse_all_before(family, fo
             assert usage.reused_tokens >= held - 6, "all but the reply is reused"
         assert usage.prefilled_tokens == usage.prompt_tokens - usage.reused_tokens
         assert counts.num_fed - fed == usage.prefilled_tokens + 5, "6 tokens sampled, the last not fed"
-        close(last_values(session), cold(session))
+        close(last_values(session), cold(family, session))
 
 
 def last_values(session):
@@ -205,7 +205,8 @@ def test_an_undone_picture_is_remembered_as_such_after_a_resume(folder, tmp_path
 
 
 PLACEHOLDERS = {"qwen": "<|image_pad|>", "tiled": "<image>", "gemma": "<start_of_image>"}
-PLACEHOLDERS |= {"pixtral": "[IMG]", "mistral3": "[IMG]"}
+PLACEHOLDERS |= {"gemma4": "<|image|>", "gemma4_e": "<|image|>"}
+PLACEHOLDERS |= {"pixtral": "[IMG]", "mistral3": "[IMG]", "internvl": "<IMG_CONTEXT>"}
 TOKENS = PLACEHOLDERS | {"gemma": "<image_soft_token>"}
 
 
@@ -247,7 +248,7 @@ def test_a_placeholder_the_model_says_is_no_picture(family, folder) -> None:
     finished = session.send([image(folder, "B"), "And?"], reply=reply())
     assert finished.finish_reason == "length"
     assert len({span.medium for span in session.state.sequence.inputs.spans}) == 2
-    close(last_values(session), cold(session))
+    close(last_values(session), cold(family, session))
 
 
 @pytest.mark.parametrize("family", tiny_vlm.WITH_VIDEO)

@@ -2,9 +2,9 @@
 
 A picture's tokens see each other in both directions; everything else is causal. Full layers allow `causal OR same
 block`, sliding layers `window AND (causal OR same block)`, where the window bounds only how far back a token looks
-(Google's gemma_pytorch; transformers as well, since huggingface/transformers pull request 46850). Blocks are never cut
-between two chunks, so keys of earlier chunks are plain past to every query, and a chunk without a block needs no mask
-from here at all.
+(Google's gemma_pytorch; transformers as well, since huggingface/transformers pull request 46850). Gemma 4's full layers
+are causal throughout. Blocks are never cut between two chunks, so keys of earlier chunks are plain past to every query,
+and a chunk without a block needs no mask from here at all.
 """
 
 from __future__ import annotations
@@ -112,3 +112,22 @@ class BlockMasks:
         for first, last in self.blocks:
             allowed = allowed | (((queries >= first) & (queries < last)) & ((keys >= first) & (keys < last)))
         return allowed if window is None else allowed & (queries < keys + window)
+
+
+class MaskedCache:
+    """One layer's cache during one forward pass, whose mask is that of `masks`; for mlx-lm's models, which ask it.
+
+    Made for a call and dropped after it; the cache itself learns nothing of blocks.
+    """
+
+    __slots__ = ("_cache", "_masks")
+
+    def __init__(self, cache: Any, masks: BlockMasks) -> None:
+        self._cache = cache
+        self._masks = masks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def make_mask(self, num_tokens: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        return self._masks.mask(self._cache, window_size)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
+
+from mlxgen.errors import UnsupportedError
 
 # What transformers' LlamaConfig assumes where a published config is silent.
 _LLAMA_DEFAULTS: Final = {
@@ -36,6 +38,26 @@ _GEMMA3_DEFAULTS: Final = {
     "rope_local_base_freq": 10_000.0,
 }
 
+# And for Gemma4TextConfig. mlx-lm's own defaults are those of one published size.
+_GEMMA4_DEFAULTS: Final = {
+    "model_type": "gemma4_text",
+    "vocab_size": 262144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 512,
+    "vocab_size_per_layer_input": 262144,
+    "hidden_size_per_layer_input": 256,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "pad_token_id": 0,
+}
+
 
 def llama_arguments(text_config: Mapping[str, Any]) -> dict[str, Any]:
     """For `mlx_lm.models.llama`: flat `rope_theta` and `rope_scaling`, and every default filled in.
@@ -54,6 +76,54 @@ def gemma3_arguments(text_config: Mapping[str, Any]) -> dict[str, Any]:
     arguments |= _flat_rope(nested.get("sliding_attention"), "rope_local_base_freq", None)
     arguments.setdefault("sliding_window_pattern", _pattern(text_config))
     return arguments
+
+
+def gemma4_arguments(text_config: Mapping[str, Any]) -> dict[str, Any]:
+    """For `mlx_lm.models.gemma4_text`: the kinds of the layers, and what full-attention layers have of their own.
+
+    transformers 5.24 saves the latter layer by layer (`per_layer_config`), published configs have it once
+    (`global_head_dim`, `num_global_key_value_heads`). Raises `UnsupportedError` where mlx-lm's model can't follow.
+    """
+    arguments: dict[str, Any] = {**_GEMMA4_DEFAULTS, **_given(text_config)}
+    if arguments.get("use_bidirectional_attention") == "all":
+        raise UnsupportedError(
+            'use_bidirectional_attention is "all": an encoder of whole texts, which can\'t generate; '
+            "use a model that can"
+        )
+    kinds = list(
+        arguments.get("layer_types")
+        or [
+            "full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(arguments["num_hidden_layers"])
+        ]
+    )
+    kinds[-1] = "full_attention"
+    arguments["layer_types"] = kinds
+    arguments.setdefault("final_logit_softcapping", None)
+    own = arguments.pop("per_layer_config", None)
+    if own is None:
+        arguments.setdefault("global_head_dim", 512)
+    else:
+        arguments |= _full_layers(kinds, own, arguments)
+    if not arguments.get("attention_k_eq_v"):
+        arguments.pop("num_global_key_value_heads", None)
+    return arguments
+
+
+def _full_layers(kinds: Sequence[str], own: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What all full-attention layers have of their own, told layer by layer."""
+    full = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
+    entries = [dict(own.get(str(index)) or {}) for index in full]
+    known = {"head_dim", "num_key_value_heads"} if arguments.get("attention_k_eq_v") else {"head_dim"}
+    alike = all(entry == entries[0] for entry in entries) and {int(key) for key in own} <= set(full)
+    if not alike or set(entries[0]) - known:
+        raise UnsupportedError(
+            f"text_config has per_layer_config {dict(own)!r}; mlx-lm's Gemma 4 knows one head_dim for all layers with "
+            "full attention, and one num_key_value_heads where attention_k_eq_v is on"
+        )
+    return {
+        "global_head_dim": entries[0].get("head_dim", arguments["head_dim"]),
+        "num_global_key_value_heads": entries[0].get("num_key_value_heads"),
+    }
 
 
 def _given(text_config: Mapping[str, Any]) -> dict[str, Any]:

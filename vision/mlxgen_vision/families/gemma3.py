@@ -30,6 +30,7 @@ from mlxgen_vision.image import resize
 from mlxgen_vision.masks import BlockMasks
 from mlxgen_vision.preparation import Geometry, Pixels, prepare_image
 from mlxgen_vision.processors.gemma3 import ImageWords, SquareSettings, square_images
+from mlxgen_vision.processors.settings import special_word
 from mlxgen_vision.spans import RunLayout, expand_placeholders, template_parts
 from mlxgen_vision.text_config import gemma3_arguments
 from mlxgen_vision.towers.images import Readout, encode_images
@@ -215,15 +216,12 @@ class Gemma3Family:
 
 def _words(path: Path) -> ImageWords:
     """The token strings, as the tokenizer's settings name them."""
-    settings = checkpoint.read_json(path / "tokenizer_config.json")
     usual = ImageWords()
-
-    def word(key: str, default: str) -> str:
-        value = settings.get(key)
-        value = value.get("content") if isinstance(value, dict) else value
-        return value if isinstance(value, str) and value else default
-
-    return ImageWords(word("boi_token", usual.begin), word("image_token", usual.soft), word("eoi_token", usual.end))
+    return ImageWords(
+        begin=special_word(path, "boi_token", usual.begin),
+        soft=special_word(path, "image_token", usual.soft),
+        end=special_word(path, "eoi_token", usual.end),
+    )
 
 
 FAMILY = Gemma3Family()

@@ -40,6 +40,14 @@ def _section(path: Path, name: str) -> Settings:
     return section
 
 
+def special_word(path: Path, key: str, default: str) -> str:
+    """A special token's string, as the folder's `tokenizer_config.json` names it under `key`."""
+    value = read_json(path / "tokenizer_config.json").get(key)
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) and value else default
+
+
 def edge(settings: Mapping[str, Any], key: str, default: int | None = None) -> int:
     """`{"longest_edge": n}` or plain `n` under `key`."""
     value = settings.get(key)
