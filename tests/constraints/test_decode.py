@@ -63,7 +63,7 @@ def text_of(tokens: Sequence[Any]) -> str:
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5", "mamba2"])
 def test_greedy_and_sampled_replies_are_json_that_fits_and_end_by_themselves(kind) -> None:
     texts = set()
-    for sampling in (GREEDY, *(replace(SAMPLED, seed=seed) for seed in range(4))):
+    for sampling in (GREEDY, *(replace(SAMPLED, seed=seed) for seed in range(3))):
         options = options_of(kind, Grammar.json_schema(SCHEMA), sampling)
         iterator = start(model(kind), SETUPS["llama"], options)
         tokens = list(iterator)
@@ -139,7 +139,7 @@ def test_a_new_iterator_goes_on_from_every_token_exactly(name) -> None:
     setup = SETUPS[name]
     expected, passes = whole(setup, SAMPLED)
     assert b'"' in text_of(expected).encode()
-    for cut in range(len(expected) + 1):
+    for cut in range(0, len(expected) + 1, 1 if name == "llama" else 4):
         using, forward = counted(setup.kind)
         before = start(using, setup, options_of(setup.kind, sampling=SAMPLED))
         seen = [next(before) for _ in range(cut)]
@@ -160,7 +160,7 @@ def test_cancelled_at_every_checkpoint_it_goes_on_exactly(name) -> None:
     token = StopAt()
     list(start(model(setup.kind), setup, options_of(setup.kind), token))
     assert token.count > len(expected)
-    for stop_at in range(token.count):
+    for stop_at in range(0, token.count, 1 if name == "llama" else 4):
         using, forward = counted(setup.kind)
         iterator, seen = start(using, setup, options_of(setup.kind), StopAt(stop_at)), []
         with pytest.raises(Cancelled):
@@ -456,7 +456,7 @@ def test_a_processor_that_needs_ids_on_the_host_and_one_with_memory() -> None:
         expected = list(start(model("llama"), SETUPS["llama"], options_of("llama", processors=(Wandering(host),))))
         assert set(json.loads(text_of(expected))) == {"a", "b"}
         results.append(expected)
-        for cut in range(0, len(expected), 5):
+        for cut in range(0, len(expected), 9):
             processor = Wandering(host)
             before = start(model("llama"), SETUPS["llama"], options_of("llama", processors=(processor,)))
             seen = [next(before) for _ in range(cut)]
@@ -471,7 +471,7 @@ def test_an_evaluation_that_fails_takes_nothing_with_it(monkeypatch) -> None:
     for name in ("llama", "qwen3_5"):
         setup = SETUPS[name]
         expected, _ = whole(setup, SAMPLED)
-        for fail_at in (0, 4, 9):
+        for fail_at in (0, 9):
             calls = 0
 
             def failing(self, fail_at=fail_at):
@@ -534,7 +534,7 @@ def test_a_keyboard_interrupt_between_any_two_instructions(name, same) -> None:
     expected = list(start(model(setup.kind), setup, options_of(setup.kind, grammar, SAMPLED)))
     rng = random.Random(f"{name}{same}")
     num_interrupts = 0
-    for _ in range(30):
+    for _ in range(15):
         iterator = start(model(setup.kind), setup, options_of(setup.kind, grammar, SAMPLED))
         for _ in range(3):
             num_interrupts += interrupted(rng.randrange(4000), lambda: list(iterator))  # noqa: B023
@@ -546,5 +546,5 @@ def test_a_keyboard_interrupt_between_any_two_instructions(name, same) -> None:
         assert iterator.sequence.ids == IDS + [token.id for token in expected]
         assert iterator.sequence.last == expected[-1]
         assert iterator.complete
-    assert num_interrupts > 20
+    assert num_interrupts > 10
     assert re.fullmatch("[a-z]{3}[0-9]{2}", text_of(expected))

@@ -226,7 +226,7 @@ def healed_run(kind: str, sampling: SamplingParams, cut: int | None = None) -> t
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
-@pytest.mark.parametrize("seed", [None, 1, 2, 3])
+@pytest.mark.parametrize("seed", [None, 1])
 def test_the_reply_begins_with_what_was_taken_and_stopping_anywhere_changes_nothing(kind, seed) -> None:
     sampling = SamplingParams() if seed is None else SamplingParams(temperature=1.5, seed=seed)
     expected, passes, healing = healed_run(kind, sampling)
@@ -239,7 +239,7 @@ def test_the_reply_begins_with_what_was_taken_and_stopping_anywhere_changes_noth
         assert all(np.isfinite(value) for _, value in token.top)
         assert sum(np.exp(value) for _, value in token.top) < 1 + 1e-5
     assert len(expected[-1].top) == 4
-    for cut in range(1, 10):
+    for cut in range(1, 10, 1 if kind == "llama" else 3):
         assert healed_run(kind, sampling, cut) == (expected, passes, healing)
 
 
