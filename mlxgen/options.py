@@ -143,6 +143,11 @@ class ReplyOptions:
                 "heal lets the reply begin with the end of the prompt, which the grammar knows nothing of; leave one "
                 "of the two out"
             )
+        if self.grammar is not None and self.ignore_eos:
+            raise InvalidValueError(
+                "a reply with a grammar ends where the grammar says, or by the end-of-text token where it may end, which "
+                "ignore_eos turns off; leave one of the two out"
+            )
         if self.grammar is not None and model is not None:
             self.grammar.validate(model.tokenizer, model.vocab_size, model.eos_token_ids)
         if self.heal and model is not None:
