@@ -400,6 +400,8 @@ def _dead_end(grammar: Grammar, position: int, message: str) -> _DeadEnd:
 
 def _one_line(message: str) -> str:
     """The library's message without the excerpts and dumps that come with it."""
+    if message.startswith("panic"):  # what it says then is about its own code
+        return "it is more than llguidance can hold"
     lines = [line.strip() for line in re.split(r"\n<", message, maxsplit=1)[0].splitlines()]
     lines = [line for line in lines if line and not re.match(r"\d+ \| |\^", line)]
     told = lines[:1] + [line for line in lines[1:] if line.startswith("error:")]

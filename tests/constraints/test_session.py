@@ -269,6 +269,7 @@ def test_the_options_are_written_down_and_read_again() -> None:
     assert ReplyOptions.from_json(ReplyOptions(heal=True).to_json()).heal
     old = {key: value for key, value in REPLY.to_json().items() if key not in ("grammar", "heal")}
     assert ReplyOptions.from_json(old).grammar is None
-    with pytest.raises(InvalidValueError, match="heal"):
-        replace(REPLY, heal=True).validate(300)
+    for more, name in (({"heal": True}, "heal"), ({"ignore_eos": True}, "ignore_eos")):
+        with pytest.raises(InvalidValueError, match=name):
+            replace(REPLY, **more).validate(307)
     assert mlxgen.Grammar is Grammar
