@@ -145,7 +145,7 @@ class ReplyOptions:
             )
         if self.grammar is not None and self.ignore_eos:
             raise InvalidValueError(
-                "a reply with a grammar ends where the grammar says, or by the end-of-text token where it may end, which "
+                "a reply with a grammar ends where the grammar says, or where it may by the end-of-text token, which "
                 "ignore_eos turns off; leave one of the two out"
             )
         if self.grammar is not None and model is not None:
