@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import shutil
 from dataclasses import replace
@@ -273,3 +275,24 @@ def test_the_options_are_written_down_and_read_again() -> None:
         with pytest.raises(InvalidValueError, match=name):
             replace(REPLY, **more).validate(307)
     assert mlxgen.Grammar is Grammar
+
+
+def test_on_the_model_s_own_thread_after_this_one_and_two_sessions_in_turns() -> None:
+    expected, _, _ = uninterrupted("llama")
+    using = model("llama")
+
+    async def on_the_owner() -> Outcome:
+        outcome = Outcome()
+        async for event in new_session(SETUPS["llama"], using).astream(PROMPT, reply=REPLY):
+            if isinstance(event, Token):
+                outcome.tokens.append(event)
+        return outcome
+
+    assert asyncio.run(on_the_owner()).values == expected.values
+    outcomes = [Outcome(), Outcome()]
+    streams = [new_session(SETUPS["llama"], using).stream(PROMPT, reply=REPLY) for _ in outcomes]
+    for events in itertools.zip_longest(*streams):
+        for outcome, event in zip(outcomes, events, strict=True):
+            if isinstance(event, Token):
+                outcome.tokens.append(event)
+    assert [outcome.values for outcome in outcomes] == [expected.values] * 2
