@@ -230,9 +230,9 @@ class TokenIterator:
 
     def plan(self) -> PrefillPlan:
         """The chunks still to be fed before the first token: all of `ids` but the last."""
-        inputs = self.sequence.inputs
-        atomic = () if inputs is None else inputs.atomic
-        return plan_prefill(self.sequence.num_fed, len(self.sequence.ids) - 1, self.step_size, atomic, self.sequence.cuts)
+        sequence = self.sequence
+        atomic = () if sequence.inputs is None else sequence.inputs.atomic
+        return plan_prefill(sequence.num_fed, len(sequence.ids) - 1, self.step_size, atomic, sequence.cuts)
 
     def prefill(self, plan: PrefillPlan | None = None) -> Iterator[int]:
         """Feed the prompt chunk by chunk; yields the number of tokens fed after each. A checkpoint before each
