@@ -178,7 +178,8 @@ def test_the_feature_store_is_bounded(folder, monkeypatch) -> None:
 @FAMILIES
 def test_after_a_resume_the_next_turn_reuses_the_pictures_too(family, folder, tmp_path) -> None:
     live = new_session(family)
-    live.send([image(folder, "A"), "What?"], reply=reply())
+    # Two pictures: a family may show a single one in another way.
+    live.send([image(folder, "A"), image(folder, "C"), "What?"], reply=reply())
     path = live.save(tmp_path / "a.mlxgen")
     turn = [image(folder, "B"), "And this?"]
     expected, outcome = Outcome(), Outcome()
@@ -206,6 +207,7 @@ def test_an_undone_picture_is_remembered_as_such_after_a_resume(folder, tmp_path
 
 PLACEHOLDERS = {"qwen": "<|image_pad|>", "tiled": "<image>", "gemma": "<start_of_image>"}
 PLACEHOLDERS |= {"gemma4": "<|image|>", "gemma4_e": "<|image|>"}
+PLACEHOLDERS |= {"llava": "<image>", "llava_next": "<image>", "llava_onevision": "<image>"}
 PLACEHOLDERS |= {"pixtral": "[IMG]", "mistral3": "[IMG]", "internvl": "<IMG_CONTEXT>"}
 TOKENS = PLACEHOLDERS | {"gemma": "<image_soft_token>"}
 
