@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from mlxgen.models import LoadOptions, LoadProgress, Model, load
     from mlxgen.options import ReplyOptions, SessionOptions
     from mlxgen.persist import AutosavePolicy
+    from mlxgen.prefixcache import PrefixCache, PrefixCacheInfo, PrefixCacheOptions, prefix_cache
     from mlxgen.preparation import PrepareRequest, prepare
     from mlxgen.request import ImagePart, MediaOptions, Message, VideoPart
     from mlxgen.resumption import ResumeOptions, resume
@@ -75,6 +76,9 @@ _HOME = {
     "OutOfMemoryError": "mlxgen.errors",
     "PlaceholderError": "mlxgen.errors",
     "PrefillProgress": "mlxgen.events",
+    "PrefixCache": "mlxgen.prefixcache",
+    "PrefixCacheInfo": "mlxgen.prefixcache",
+    "PrefixCacheOptions": "mlxgen.prefixcache",
     "PrepareRequest": "mlxgen.preparation",
     "PreparedInput": "mlxgen.inputs",
     "PreparedMedium": "mlxgen.inputs",
@@ -98,6 +102,7 @@ _HOME = {
     "cancel_on_interrupt": "mlxgen.cancellation",
     "generate": "mlxgen.compat",
     "load": "mlxgen.models",
+    "prefix_cache": "mlxgen.prefixcache",
     "prepare": "mlxgen.preparation",
     "resume": "mlxgen.resumption",
     "stream_generate": "mlxgen.compat",
@@ -136,6 +141,9 @@ __all__ = [
     "OutOfMemoryError",
     "PlaceholderError",
     "PrefillProgress",
+    "PrefixCache",
+    "PrefixCacheInfo",
+    "PrefixCacheOptions",
     "PrepareRequest",
     "PreparedInput",
     "PreparedMedium",
@@ -159,6 +167,7 @@ __all__ = [
     "cancel_on_interrupt",
     "generate",
     "load",
+    "prefix_cache",
     "prepare",
     "resume",
     "stream_generate",

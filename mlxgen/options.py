@@ -41,7 +41,7 @@ class SessionOptions:
     max_stop_latency_s: float | None = None
     raw: bool = False
     template_options: Mapping[str, Any] = field(default_factory=dict)
-    prefix_cache: bool = False
+    prefix_cache: bool = True
 
     def validate(self) -> None:
         self.cache.validate()

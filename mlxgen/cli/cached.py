@@ -152,10 +152,15 @@ def _sweep(folder: Path) -> None:
 
 def budget_bytes() -> int:
     """`$MLXGEN_SNAPSHOT_BUDGET` (bytes, or a number with K, M, G or T), else 4 GiB."""
-    text = os.environ.get(BUDGET_VARIABLE)
+    return bytes_of_variable(BUDGET_VARIABLE, DEFAULT_BUDGET_BYTES)
+
+
+def bytes_of_variable(name: str, default: int) -> int:
+    """The size that an environment variable gives, or the default without it."""
+    text = os.environ.get(name)
     if not text:
-        return DEFAULT_BUDGET_BYTES
+        return default
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise UsageError(f"{BUDGET_VARIABLE} is {text!r}; give bytes, or a number with K, M, G or T, such as 4G")
+        raise UsageError(f"{name} is {text!r}; give bytes, or a number with K, M, G or T, such as 4G")
     return int(float(match[1]) * _UNITS[match[2].lower()])

@@ -17,6 +17,7 @@ from mlxgen.cli.conversations import MAIN, Conversation, Conversations
 from mlxgen.cli.generate import discard
 from mlxgen.cli.lines import Interrupted, Lines
 from mlxgen.cli.media import image_part, media_options, video_part
+from mlxgen.cli.prefixes import keep_prefixes
 from mlxgen.cli.run import Resumer, closing
 from mlxgen.cli.settings import (
     UsageError,
@@ -81,6 +82,7 @@ def _open(args: argparse.Namespace, console: Console, cancel: CancelToken) -> Se
         model = load_model(args, console, cancel) if args.model is not None else None
         options = ResumeOptions(model=model, on_progress=show_load(console))
         session = resume(args.resume, options=options, cancel=cancel)
+        keep_prefixes(session.model, off=args.no_prefix_cache)
         console.clear_bar()
         for note in session.notes:
             console.important(f"note: {note}")
@@ -93,6 +95,7 @@ def _open(args: argparse.Namespace, console: Console, cancel: CancelToken) -> Se
     else:
         cached.make_room()
     session = Session(load_model(args, console, cancel), system=args.system, options=options_)
+    keep_prefixes(session.model, off=args.no_prefix_cache)
     if args.snapshot is not None:
         session.autosave(args.snapshot, overwrite=args.overwrite)
     else:

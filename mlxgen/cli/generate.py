@@ -12,6 +12,7 @@ from mlxgen.cli import cached
 from mlxgen.cli.console import Console
 from mlxgen.cli.media import media_parts
 from mlxgen.cli.output import Output
+from mlxgen.cli.prefixes import keep_prefixes
 from mlxgen.cli.run import Resumer, closing, exit_code, make_output, never_started, saved, show_run, tell_stopped
 from mlxgen.cli.settings import (
     check_new_snapshot,
@@ -60,6 +61,7 @@ def new_session(args: argparse.Namespace, parts: list[Part], console: Console, c
     """A session on the loaded model with the user's turn in it."""
     options = session_options(args)
     model = load_model(args, console, cancel)
+    keep_prefixes(model, off=args.no_prefix_cache)
     session = Session(model, system=args.system, options=options)
     session.add(parts)
     return session

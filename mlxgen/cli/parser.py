@@ -60,6 +60,13 @@ Ctrl-C stops the answer and keeps it; the next line is a new turn. /help lists t
   mlxgen snapshots list
   mlxgen snapshots show run.mlxgen --preview seen.png
   mlxgen snapshots remove run.mlxgen""",
+    "cache": """\
+  mlxgen cache info
+  mlxgen cache verify
+  mlxgen cache clear
+
+Prompts and pictures of earlier commands are kept in the cache folder (2 GB at most, those that weren't used longest go
+first), so that they aren't computed again. MLXGEN_PREFIX_CACHE_BUDGET=8G changes how much, 0 keeps nothing.""",
     "doctor": """\
   mlxgen doctor                        the environment
   mlxgen doctor --model ./my-model     also prove exact resume, stop latency and snapshot speed""",
@@ -94,6 +101,7 @@ def build_parser() -> Parser:
     _resume(_command(commands, "resume", "go on with an interrupted run"))
     _prepare(_command(commands, "prepare", "read and encode pictures and video now, generate later"))
     _snapshots(_command(commands, "snapshots", "list, show and remove snapshots"))
+    _cache(_command(commands, "cache", "show, check and clear what is kept of earlier prompts and pictures"))
     _doctor(_command(commands, "doctor", "check this machine, and prove the promises on it"))
     return parser
 
@@ -130,6 +138,7 @@ def _resume(parser: Parser) -> None:
     parser.add_argument("--from-start", action="store_true", help="print the reply's text so far first")
     parser.add_argument("--model", metavar="MODEL", help="where the model is now, if it was moved; it must be the same")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    parser.add_argument("--no-prefix-cache", action="store_true", help="keep nothing of the prompt for later")
     group = parser.add_argument_group("other settings (what isn't given stays as it was)")
     group.add_argument("--max-tokens", type=int, metavar="N", help="so many more tokens (-1: no limit)")
     group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; repeatable")
@@ -177,6 +186,15 @@ def _snapshots(parser: Parser) -> None:
     remove = actions.add_parser("remove", help="delete snapshots that no process is using")
     remove.add_argument("paths", nargs="*", metavar="PATH")
     remove.add_argument("--all", action="store_true", help="all in the cache folder")
+
+
+def _cache(parser: Parser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=Parser)
+    info = actions.add_parser("info", help="how much of which models is kept, and where")
+    info.add_argument("--json", action="store_true", help="one JSON object")
+    actions.add_parser("clear", help="delete all of it")
+    verify = actions.add_parser("verify", help="read every file and check it; damaged ones are removed")
+    verify.add_argument("--json", action="store_true", help="one JSON object")
 
 
 def _doctor(parser: Parser) -> None:
@@ -319,7 +337,7 @@ def _session_flags(parser: Parser, *, raw: bool = True) -> None:
         help="from this many tokens on (%(default)s)",
     )
     group.add_argument(
-        "--no-prefix-cache", action="store_true", help="accepted; there is no prefix cache between commands yet"
+        "--no-prefix-cache", action="store_true", help="prefill in full, and keep nothing of the prompt for later"
     )
     group.add_argument(
         "--chat-template-config", type=_json_object, metavar="JSON", help="for instance '{\"enable_thinking\": false}'"
@@ -368,5 +386,5 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = build_parser()
     parsed = parser.parse_args(arguments)
     if parsed.command is None:
-        parser.error("give a command: generate, chat, resume, prepare, snapshots or doctor")
+        parser.error("give a command: generate, chat, resume, prepare, snapshots, cache or doctor")
     return parsed

@@ -24,6 +24,7 @@ from mlxgen.errors import MlxgenError
 from mlxgen.events import Event, Finished, PrefillProgress, Token, Usage
 from mlxgen.models import Model
 from mlxgen.options import ReplyOptions, SessionOptions
+from mlxgen.prefixcache import PrefixCacheOptions, prefix_cache
 from mlxgen.preparation import raw_ids
 from mlxgen.resumption import ResumeOptions, resume
 from mlxgen.sampling import SamplingParams
@@ -106,9 +107,11 @@ class Bench:
     num_prompt: int
     cancel: CancelToken
 
-    def session(self, *, step_size: int | None = None) -> Session:
+    def session(self, *, step_size: int | None = None, cached: bool = False) -> Session:
         size = step_size if step_size is not None else max(1, math.ceil(self.num_prompt / _NUM_CHUNKS))
-        session = Session(self.model, options=SessionOptions(raw=True, prefill_step_size=size))
+        # What is to be measured must be computed.
+        options = SessionOptions(raw=True, prefill_step_size=size, prefix_cache=cached)
+        session = Session(self.model, options=options)
         session.add(self.text)
         return session
 
@@ -134,10 +137,38 @@ def prove(model: Model, command: Sequence[str], console: Console, cancel: Cancel
     with tempfile.TemporaryDirectory(prefix="mlxgen-doctor-") as folder:
         console.bar("exact resume", 0, 1)
         yield from exact_resume(bench, command, Path(folder))
+        console.bar("prefix cache", 0, 1)
+        yield prefix_hits(bench)
         console.bar("stop latency", 0, 1)
         yield from stop_latency(bench)
         console.bar("snapshot speed", 0, 1)
         yield snapshot_speed(bench, Path(folder) / "speed.mlxgen")
+
+
+# -- prefix cache ------------------------------------------------------------------------------------------------------
+
+
+def prefix_hits(bench: Bench) -> Finding:
+    """Whether a prompt that was filled in instead of prefilled gives the same tokens and log-probabilities."""
+    cache = prefix_cache(bench.model)
+    if not cache.enabled:
+        cache.configure(PrefixCacheOptions())
+    cache.clear()
+    for name, reply in _kinds().items():
+        cold, filling, warm = (
+            transcribe(bench.session(cached=cached).stream(reply=reply, cancel=bench.token()))
+            for cached in (False, True, True)
+        )
+        for one in (cold, filling, warm):
+            if one.finished is not None:
+                one.finished.raise_if_cancelled()
+        if not (cold.same_as(filling) and cold.same_as(warm)):
+            detail = f"{name}: a prompt from the prefix cache gives other log-probabilities than a prefilled one"
+            return Finding("prefix cache", f"{detail}; --no-prefix-cache does without it", False)
+        reused = 0 if warm.finished is None else warm.finished.usage.reused_tokens
+        if not reused:
+            return Finding("prefix cache", "isn't used (no memory to spare)")
+    return Finding("prefix cache", f"{reused} of {bench.num_prompt} tokens filled in, the same to the last bit", True)
 
 
 # -- exact resume ------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from mlxgen.cli import cached, exitcodes
 from mlxgen.cli.console import Console, printable
 from mlxgen.cli.output import Output
 from mlxgen.cli.overview import Overview, look
+from mlxgen.cli.prefixes import keep_prefixes
 from mlxgen.cli.recorded import recorded_reply
 from mlxgen.cli.run import (
     Resumer,
@@ -77,6 +78,7 @@ def _open(args: argparse.Namespace, overview: Overview, console: Console, cancel
         model = load(name, options=options, on_progress=show_load(console), cancel=cancel)
     options_ = ResumeOptions(model=model, on_progress=show_load(console))
     session = resume(overview.path, options=options_, cancel=cancel)
+    keep_prefixes(session.model, off=args.no_prefix_cache)
     console.clear_bar()
     return session
 

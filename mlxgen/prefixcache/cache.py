@@ -247,8 +247,11 @@ class PrefixCache:
 
     def _keep_last_pass(self, sequence: TokenSequence) -> None:
         passes = passes_from_zero(sequence.passes.entries, sequence.num_fed)
-        if not passes or passes[-1][1] - passes[-1][0] < MIN_TOKENS:
+        if not passes:
             return
+        start, end = passes[-1]
+        if end - start < MIN_TOKENS and end == len(sequence.ids) - 1:
+            return  # nothing stands on it but this very prompt
         began_s = time.perf_counter()
         path = chunks(root_key(sequence.options), sequence.ids, sequence.inputs, passes)
         *chain, key = (chunk.key for chunk in path)
@@ -268,9 +271,12 @@ class PrefixCache:
             self._offer(block, chain)
             self._counters.copy_s += time.perf_counter() - began_s
 
-    def make_room(self) -> None:
-        """Give the blocks' memory back, because a run needs it."""
-        self.clear()
+    def make_room(self) -> bool:
+        """Give the blocks' memory back, because a run needs it; False if there are none."""
+        with self._lock:
+            held = len(self._tree) > 0
+            self._tree.clear()
+        return held
 
     def watch(self, sequence: TokenSequence) -> None:
         """Count the caches of `sequence` in the budget as long as it lives."""

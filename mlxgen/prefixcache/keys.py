@@ -20,7 +20,7 @@ Key = str
 """64 hex digits (SHA-256)."""
 
 MIN_TOKENS = 16
-"""A shorter chunk isn't worth a block: feeding it costs less than keeping it."""
+"""A shorter chunk at a prompt's end isn't worth a block: feeding it costs less than keeping it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,109 @@
+"""P7 over sessions and restarts: a prompt's beginning is shared up to where its pictures differ, and never further."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+from prefixcache.rig import MEMORY, next_logits, say
+from vision_harness import tiny_vlm
+from vision_harness.jobs import Counts, counting, image, model, options, reply, sources
+
+from mlxgen.preparation import shared_prefix
+from mlxgen.prefixcache import PrefixCacheOptions, prefix_cache
+from mlxgen.session import Session
+
+FAMILIES = pytest.mark.parametrize("family", tiny_vlm.FAMILIES)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return sources(tmp_path / "media")
+
+
+def own(family, counts=None, **rest):
+    using = counting(model(family), counts or Counts())
+    prefix_cache(using).configure(PrefixCacheOptions(MEMORY, **rest))
+    return using
+
+
+def talk(using, family, turn, *, cached=True, max_tokens=3):
+    session = Session(using, options=replace(options(family), prefix_cache=cached))
+    return session, say(session, turn, reply(max_tokens))
+
+
+@FAMILIES
+def test_a_picture_added_behind_keeps_what_is_before_it_and_one_put_before_does_not(family, folder) -> None:
+    using = own(family)
+    a, b, text = image(folder, "A"), image(folder, "B"), "What is there to be seen? Say it at some length, please."
+    first, _ = talk(using, family, [a, text])
+    session, warm = talk(using, family, [a, b, text])
+    plain, expected = talk(using, family, [a, b, text], cached=False)
+    assert (warm.values, session.sequence.passes) == (expected.values, plain.sequence.passes)
+    # A family may prepare a picture in another way where there are several: then it is another picture.
+    same = shared_prefix(first.sequence.ids, first.sequence.inputs, session.sequence.ids, session.sequence.inputs)
+    ends = [start + count for kind, start, count in first.sequence.passes.entries if kind == "prefill"]
+    assert warm.reused == max([end for end in ends if end <= same], default=0), "A and all before it"
+    assert warm.reused or family == "llava_onevision"
+    exchanged, said = talk(using, family, [b, a, text])
+    plain, expected = talk(using, family, [b, a, text], cached=False)
+    assert said.values == expected.values
+    start_of_b = min(span.start for span in exchanged.sequence.inputs.spans)
+    assert said.reused <= start_of_b, "nothing of A behind B"
+
+
+@FAMILIES
+def test_the_same_text_with_another_picture_shares_nothing_behind_its_beginning(family, folder) -> None:
+    using = own(family)
+    text = "Look at it for as long as it takes to be sure of what it is, and then tell me: "
+    turn = lambda name: [text, image(folder, name), "What is it?"]  # noqa: E731
+    first, one = talk(using, family, turn("A"))
+    _, same = talk(using, family, turn("A"))
+    assert same.values == one.values
+    assert same.prefilled <= 17
+    session, other = talk(using, family, turn("D"))
+    plain, expected = talk(using, family, turn("D"), cached=False)
+    assert session.sequence.ids == [*first.sequence.ids[: len(session.sequence.ids) - 3], *session.sequence.ids[-3:]]
+    assert other.values == expected.values
+    assert [value[3] for value in other.values] != [value[3] for value in one.values]
+    assert other.reused <= min(span.start for span in session.sequence.inputs.spans)
+    assert mx.array_equal(next_logits(session), next_logits(plain))
+
+
+def test_after_a_restart_pictures_are_not_encoded_and_their_rows_not_fed_again(folder, tmp_path) -> None:
+    family = "qwen2_5_vl"
+    turn = [image(folder, "A"), "and", image(folder, "B"), "What do you see in these two pictures?"]
+    kept = {"disk_bytes": 2**26, "folder": tmp_path / "prefix"}
+    using = own(family, **kept)
+    _, expected = talk(using, family, turn)
+    assert prefix_cache(using).flush(20)
+    counts = Counts()
+    fresh = own(family, counts, **kept)
+    session, warm = talk(fresh, family, turn)
+    assert warm.values == expected.values
+    assert not counts.encoded
+    assert counts.num_fed == warm.prefilled + 2
+    assert warm.prefilled <= 17
+    plain, _ = talk(own(family), family, turn, cached=False)
+    assert mx.array_equal(next_logits(session), next_logits(plain))
+
+
+def test_features_of_another_picture_are_never_taken_for_these(folder, tmp_path) -> None:
+    family = "qwen2_5_vl"
+    kept = {"disk_bytes": 2**26, "folder": tmp_path / "prefix"}
+    using = own(family, **kept)
+    talk(using, family, [image(folder, "A"), "?"])
+    assert prefix_cache(using).flush(20)
+    files = sorted((tmp_path / "prefix").rglob("features-*"))
+    assert len(files) == 1
+    # Under the name of D's features, with a hash that is right.
+    session, _ = talk(own(family), family, [image(folder, "D"), "?"])
+    other = session.media[0].content_hash
+    renamed = files[0].with_name(f"features-{other}-0.{files[0].name.split('.')[1]}.safetensors")
+    files[0].rename(renamed)
+    counts = Counts()
+    _, warm = talk(own(family, counts, **kept), family, [image(folder, "D"), "?"])
+    _, expected = talk(own(family), family, [image(folder, "D"), "?"], cached=False)
+    assert warm.values == expected.values
+    assert sum(counts.encoded.values()) == 1
