@@ -103,6 +103,8 @@ def text_arguments(text_config: Mapping[str, Any], kind: str, *, tied: bool) -> 
     known = _kind(kind)
     # A null switches a setting off (a sliding window); a missing key means what transformers assumes.
     arguments = {key: value for key, value in {**known.defaults, **text_config}.items() if value is not None}
+    if "num_experts" in known.defaults:  # transformers 5 saves it under another name
+        arguments["num_experts"] = arguments.pop("num_local_experts", arguments["num_experts"])
     if not known.nested_rope:
         rope = dict(arguments.pop("rope_parameters", None) or {})
         arguments["rope_theta"] = float(rope.pop("rope_theta", None) or arguments["rope_theta"])
