@@ -75,6 +75,7 @@ def test_entry_points(wheel: zipfile.ZipFile) -> None:
     assert dict(points["console_scripts"]) == {"mlxgen": "mlxgen.cli.main:main"}
     families = dict(points["mlxgen.families"])
     assert set(families) >= {"gemma3", "idefics3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl", "smolvlm"}
+    assert set(families) >= {"internvl", "mistral3", "pixtral"}
     for target in families.values():
         assert f"{target.partition(':')[0].replace('.', '/')}.py" in wheel.namelist()
 
