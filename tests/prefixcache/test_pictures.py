@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import takewhile
 
 import mlx.core as mx
 import pytest
@@ -37,17 +38,19 @@ def talk(using, family, turn, *, cached=True, max_tokens=3):
 def test_a_picture_added_behind_keeps_what_is_before_it_and_one_put_before_does_not(family, folder) -> None:
     using = own(family)
     a, b, text = image(folder, "A"), image(folder, "B"), "What is there to be seen? Say it at some length, please."
-    first, _ = talk(using, family, [a, text])
-    session, warm = talk(using, family, [a, b, text])
-    plain, expected = talk(using, family, [a, b, text], cached=False)
+    between = "Then, after some words have been said of it, which take their time, there comes this: " * 3
+    first, _ = talk(using, family, [a, between, text])
+    session, warm = talk(using, family, [a, between, b, text])
+    plain, expected = talk(using, family, [a, between, b, text], cached=False)
     assert (warm.values, session.sequence.passes) == (expected.values, plain.sequence.passes)
     # A family may prepare a picture in another way where there are several: then it is another picture.
     same = shared_prefix(first.sequence.ids, first.sequence.inputs, session.sequence.ids, session.sequence.inputs)
-    ends = [start + count for kind, start, count in first.sequence.passes.entries if kind == "prefill"]
-    assert warm.reused == max([end for end in ends if end <= same], default=0), "A and all before it"
+    both = zip(first.sequence.passes.entries, plain.sequence.passes.entries, strict=False)
+    alike = takewhile(lambda pair: pair[0] == pair[1] and pair[0][1] + pair[0][2] <= same, both)
+    assert warm.reused == sum(entry[2] for entry, _ in alike), "all chunks up to the end of A"
     assert warm.reused or family == "llava_onevision"
-    exchanged, said = talk(using, family, [b, a, text])
-    plain, expected = talk(using, family, [b, a, text], cached=False)
+    exchanged, said = talk(using, family, [b, between, a, text])
+    plain, expected = talk(using, family, [b, between, a, text], cached=False)
     assert said.values == expected.values
     start_of_b = min(span.start for span in exchanged.sequence.inputs.spans)
     assert said.reused <= start_of_b, "nothing of A behind B"
