@@ -22,12 +22,13 @@ from safetensors.numpy import save_file
 from tiny.tokenizer import MERGES
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from vision_harness import tiny_gemma4, tiny_internvl, tiny_llava, tiny_mistral
+from vision_harness import tiny_gemma4, tiny_internvl, tiny_lfm2, tiny_llava, tiny_mistral
 from vision_harness.tiny_family import TinyFamily
 
 _OTHERS: dict[str, TinyFamily] = {**tiny_mistral.FAMILIES, **tiny_gemma4.FAMILIES}
 _OTHERS |= tiny_internvl.FAMILIES
 _OTHERS |= tiny_llava.FAMILIES
+_OTHERS |= tiny_lfm2.FAMILIES
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "smolvlm", "idefics3", "gemma3", *_OTHERS)
 WITH_VIDEO = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "smolvlm")

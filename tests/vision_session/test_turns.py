@@ -209,6 +209,7 @@ PLACEHOLDERS = {"qwen": "<|image_pad|>", "tiled": "<image>", "gemma": "<start_of
 PLACEHOLDERS |= {"gemma4": "<|image|>", "gemma4_e": "<|image|>"}
 PLACEHOLDERS |= {"llava": "<image>", "llava_next": "<image>", "llava_onevision": "<image>"}
 PLACEHOLDERS |= {"pixtral": "[IMG]", "mistral3": "[IMG]", "internvl": "<IMG_CONTEXT>"}
+PLACEHOLDERS |= {"lfm2_vl": "<image>"}
 TOKENS = PLACEHOLDERS | {"gemma": "<image_soft_token>"}
 
 

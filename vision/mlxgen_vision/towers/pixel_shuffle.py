@@ -14,16 +14,21 @@ def pixel_shuffle(x: mx.array, factor: int) -> mx.array:
     (images, side * side, width) -> (images, (side / factor)^2, width * factor^2), for square grids. The order inside a
     row is that of Idefics3's connector (huggingface/transformers, modeling_idefics3.py).
     """
-    count, length, width = x.shape
+    length = x.shape[1]
     side = int(length**0.5)
     if side * side != length or side % factor:
         raise UnsupportedError(
             f"{length} patches can't be merged {factor} by {factor}; the model's tile size, patch size and scale "
             "factor don't fit together"
         )
-    small = side // factor
-    x = x.reshape(count, small, factor, small, factor, width).transpose(0, 1, 3, 2, 4, 5)
-    return x.reshape(count, small * small, factor * factor * width)
+    return merge_squares(x, side, side, factor)
+
+
+def merge_squares(x: mx.array, rows: int, columns: int, factor: int) -> mx.array:
+    """The same for a grid of any shape: (images, rows * columns, width) -> (images, rows * columns / factor^2, ...)."""
+    count, _, width = x.shape
+    x = x.reshape(count, rows // factor, factor, columns // factor, factor, width).transpose(0, 1, 3, 2, 4, 5)
+    return x.reshape(count, -1, factor * factor * width)
 
 
 class PixelShuffleConnector(nn.Module):  # type: ignore[misc]
