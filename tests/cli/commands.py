@@ -25,11 +25,9 @@ def llama() -> str:
     return str(tiny.folder("llama"))
 
 
-def generate_args(*extra: str, prompt: str = "hello there", max_tokens: int = 40) -> list[str]:
-    return [
-        *("generate", "--model", llama(), "--prompt", prompt, "--ignore-eos", "--max-tokens", str(max_tokens)),
-        *extra,
-    ]
+def generate_args(*extra: str, prompt: str = "hello there", max_tokens: int = 40, ignore_eos: bool = True) -> list[str]:
+    args = ["generate", "--model", llama(), "--prompt", prompt, "--max-tokens", str(max_tokens)]
+    return [*args, *(["--ignore-eos"] if ignore_eos else []), *extra]
 
 
 @dataclass

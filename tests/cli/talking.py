@@ -80,11 +80,17 @@ class Terminal:
 
 
 def talk(
-    capfdbinary: Any, monkeypatch: pytest.MonkeyPatch, lines: bytes, *args: str, model: bool = True
+    capfdbinary: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    lines: bytes,
+    *args: str,
+    model: bool = True,
+    ignore_eos: bool = True,
 ) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(lines), isatty=lambda: False))
     chosen = ["--model", llama()] if model else []
-    result = call(capfdbinary, "chat", *chosen, "--ignore-eos", "--max-tokens", "6", *args)
+    chosen += ["--ignore-eos"] if ignore_eos else []
+    result = call(capfdbinary, "chat", *chosen, "--max-tokens", "6", *args)
     return result.code, result.out.decode(), result.err
 
 

@@ -54,7 +54,7 @@ def one_line(err: str) -> str:
     ],
 )
 def test_the_reply_has_the_shape(capfdbinary: Any, files: Path, flags: tuple[str, ...], fits: Any) -> None:
-    result = call(capfdbinary, *generate_args("--json", *flags, *SAMPLED, max_tokens=2000))
+    result = call(capfdbinary, *generate_args("--json", *flags, *SAMPLED, max_tokens=2000, ignore_eos=False))
     finished = of(result.events, "finished")[0]
     assert fits(finished["text"])
     assert finished["finish_reason"] == "stop"
@@ -217,7 +217,7 @@ def test_resumed_with_other_settings(capfdbinary: Any, tmp_path: Path) -> None:
 
 def test_a_prefix_that_the_grammar_forbids(capfdbinary: Any, files: Path) -> None:
     flags = ("--json-schema", "colours.json", "--reply-prefix", "Hm", "--snapshot", "run.mlxgen")
-    result = call(capfdbinary, *generate_args(*flags))
+    result = call(capfdbinary, *generate_args(*flags, ignore_eos=False))
     assert result.code == 1
     kept, error = result.err.splitlines()
     assert "what was done is kept" in kept
@@ -245,7 +245,8 @@ def test_every_answer_of_a_chat_begins_with_the_prefix(
 
 def test_a_grammar_in_a_chat(capfdbinary: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "talk.mlxgen"
-    talk(capfdbinary, monkeypatch, b"a\nb\n", "--regex", "(yes|no)!", "--snapshot", str(path))
+    args = ("--regex", "(yes|no)!", "--snapshot", str(path))
+    talk(capfdbinary, monkeypatch, b"a\nb\n", *args, ignore_eos=False)
     assert all(text in ("yes!", "no!") for role, text in turns(path) if role == "assistant")
 
 
@@ -267,6 +268,7 @@ def test_a_grammar_in_a_chat(capfdbinary: Any, tmp_path: Path, monkeypatch: pyte
         (("--regex", "a", "--grammar", "list.lark"), 2, "--grammar: not allowed with argument --regex"),
         (("--regex", "-?[0-9]+"), 2, "one that begins with - is written --flag=VALUE"),
         (("--regex=a", "--heal"), 2, "leave one of the two out"),
+        (("--regex=a", "--ignore-eos"), 2, "leave one of the two out"),
         (("--stop-regex", "(x"), 2, "stop pattern '(x' isn't a valid regular expression"),
         (("--stop-regex", "x*"), 2, "matches the empty text"),
         (("--ban", ""), 2, "banned string '' is empty"),
@@ -282,7 +284,7 @@ def test_errors(capfdbinary: Any, files: Path, cache: Path, flags: tuple[str, ..
     (files / "latin.json").write_bytes(b'"\xe9"')
     (files / "seven.json").write_text("7")
     (files / "odd.json").write_text('{"type": "colour"}')
-    result = call(capfdbinary, *generate_args(*flags))
+    result = call(capfdbinary, *generate_args(*flags, ignore_eos=False))
     assert message in one_line(result.err)
     assert result.code == code
     assert result.out == b""
