@@ -22,6 +22,8 @@ training (mlxgen's family files name the sources):
   video's placeholder, where mlxgen's has it between start and end.
 - SmolVLM: transformers takes one video, or pictures, but not both, and pads videos of different lengths with black
   frames it also counts. Here each medium is processed alone; their texts and pixels are joined in order.
+- InternVL: as for SmolVLM, each medium is processed alone, because transformers takes several videos only if they are
+  of one length.
 - Gemma 3: the factor on token embeddings is rounded to bfloat16, as in training, where transformers rounds it to the
   type of the weights.
 
@@ -69,7 +71,9 @@ for _signature in (
 
 import transformers  # noqa: E402
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil  # noqa: E402
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil  # noqa: E402
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil  # noqa: E402
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil  # noqa: E402
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil  # noqa: E402
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil  # noqa: E402
 from transformers.video_processing_utils import BaseVideoProcessor  # noqa: E402
@@ -121,6 +125,15 @@ def processor_of(folder: Path, family: Family) -> Any:
         films = (transformers.Qwen2VLVideoProcessor if old else transformers.Qwen3VLVideoProcessor)(**video)
         makers = {"qwen2_vl": transformers.Qwen2VLProcessor, "qwen2_5_vl": transformers.Qwen2_5_VLProcessor}
         return makers.get(family.kind, transformers.Qwen3VLProcessor)(pictures, tokenizer, films)
+    if family.kind == "mistral3":
+        sizes = {"patch_size": family.vision["patch_size"], "spatial_merge_size": family.top["spatial_merge_size"]}
+        return transformers.PixtralProcessor(PixtralImageProcessorPil(**image), tokenizer, **sizes)
+    if family.kind == "internvl":
+        films = transformers.InternVLVideoProcessor(**video)
+        length = family.top["image_seq_length"]
+        return transformers.InternVLProcessor(
+            GotOcr2ImageProcessorPil(**image), tokenizer, films, image_seq_length=length
+        )
     side = family.vision["image_size"] // family.vision["patch_size"] // family.top["scale_factor"]
     sampling = image.pop("video_sampling", None)
     if family.kind == "idefics3":
@@ -153,7 +166,7 @@ def _video_arguments(names: list[str]) -> dict[str, Any]:
 def process(family: Family, processor: Any, name: str) -> dict[str, Any]:
     """The case's inputs to the model, nothing else."""
     media = prompts.media(name)
-    if family.kind == "smolvlm" and any(kind == "video" for kind, _ in media):
+    if family.kind in ("smolvlm", "internvl") and any(kind == "video" for kind, _ in media):
         return _process_one_by_one(family, processor, name)
     text = prompts.prompt(family.kind, name)
     arguments: dict[str, Any] = {}
@@ -186,7 +199,7 @@ def _process_one_by_one(family: Family, processor: Any, name: str) -> dict[str, 
         text += processor.tokenizer.decode(made["input_ids"][0])
         pixels.append(made["pixel_values"])
     ids = processor.tokenizer([text], return_tensors="pt", add_special_tokens=False)["input_ids"]
-    return {"input_ids": ids, "pixel_values": torch.cat(pixels, dim=1)}
+    return {"input_ids": ids, "pixel_values": torch.cat(pixels, dim=1 if family.kind == "smolvlm" else 0)}
 
 
 def trained_positions(family: Family, inputs: dict[str, Any]) -> torch.Tensor:
@@ -271,7 +284,7 @@ def generated(model: Any, inputs: dict[str, Any]) -> list[int]:
 
 
 def media_tokens(family: Family) -> list[int]:
-    words = {"<|image_pad|>", "<|video_pad|>", "<image_soft_token>", "<image>"}
+    words = {"<|image_pad|>", "<|video_pad|>", "<image_soft_token>", "<image>", "[IMG]", "<IMG_CONTEXT>"}
     return [family.token(word) for word in family.words if word in words]
 
 

@@ -62,6 +62,8 @@ TILE_WORDS = (
     "<video>",
     *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
 )
+GRID_WORDS = ("<bos>", "[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
+INTERN_WORDS = ("<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>", "<video>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +113,11 @@ class Family:
                 "boi_token_index": self.token("<start_of_image>"),
                 "eoi_token_index": self.token("<end_of_image>"),
             }
+        elif self.kind == "mistral3":
+            ids = {"image_token_index": self.token("[IMG]")}
         else:
-            ids = {"image_token_id": self.token("<image>")}
+            word = "<IMG_CONTEXT>" if self.kind == "internvl" else "<image>"
+            ids = {"image_token_id": self.token(word)}
         return {
             "model_type": self.kind,
             "architectures": [_ARCHITECTURES[self.kind]],
@@ -127,6 +132,7 @@ class Family:
     def silent_tokens(self) -> list[int]:
         """The tokens whose logit is always zero."""
         words = {EOS, PAD, "<|image_pad|>", "<|video_pad|>", "<image_soft_token>", "<image>", "<video>"}
+        words |= {"[IMG]", "<IMG_CONTEXT>"}
         return sorted(self.token(word) for word in words & {EOS, PAD, *self.words})
 
 
@@ -140,6 +146,8 @@ _ARCHITECTURES = {
     "gemma3": "Gemma3ForConditionalGeneration",
     "idefics3": "Idefics3ForConditionalGeneration",
     "smolvlm": "SmolVLMForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "internvl": "InternVLForConditionalGeneration",
 }
 
 
@@ -175,14 +183,18 @@ def draw_weights(family: Family) -> dict[str, np.ndarray]:
         elif len(shape) > 1:
             turned = ("experts" in name and family.kind == "qwen3_vl_moe") or "mm_input_projection" in name
             values *= 1.2 / np.sqrt(shape[-2] if turned else np.prod(shape[1:]) if "experts" not in name else shape[-1])
-        elif name.endswith("norm.weight") or ("norm" in name.split(".")[-2] and name.endswith("weight")):
+        elif "lambda" in name:
+            values = 0.5 + 0.1 * values
+        elif name.endswith(("norm.weight", "ln_pre.weight")) or (
+            "norm" in name.split(".")[-2] and name.endswith("weight")
+        ):
             values = 0.1 * values + (0.0 if _norm_is_stored_less_one(family.kind, name) else 1.0)
         elif name.endswith(("A_log", "dt_bias")):
             values = 0.5 * values
         else:
             values *= 0.1
         weights[name] = values.astype(np.float32)
-    table = "lm_head.weight" if not family.tied else next(name for name in weights if "embed_tokens" in name)
+    table = next(name for name in weights if ("embed_tokens" if family.tied else "lm_head") in name)
     weights[table][family.silent_tokens()] = 0.0
     return weights
 
@@ -222,6 +234,10 @@ def write_checkpoint(folder: Path, family: Family) -> dict[str, np.ndarray]:
     processor: dict[str, Any] = {"processor_class": _PROCESSORS[family.kind]}
     if family.kind == "gemma3":
         processor["image_seq_length"] = family.top["mm_tokens_per_image"]
+    elif family.kind == "mistral3":
+        processor |= {"patch_size": family.vision["patch_size"], "spatial_merge_size": family.top["spatial_merge_size"]}
+    elif family.kind == "internvl":
+        processor["image_seq_length"] = family.top["image_seq_length"]
     elif not family.kind.startswith("qwen"):
         side = family.vision["image_size"] // family.vision["patch_size"] // family.top["scale_factor"]
         processor["image_seq_len"] = side * side
@@ -248,4 +264,6 @@ _PROCESSORS = {
     "gemma3": "Gemma3Processor",
     "idefics3": "Idefics3Processor",
     "smolvlm": "SmolVLMProcessor",
+    "mistral3": "PixtralProcessor",
+    "internvl": "InternVLProcessor",
 }

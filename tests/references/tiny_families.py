@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from references.tiny_checkpoints import GEMMA_WORDS, QWEN_WORDS, TILE_WORDS, Family
+from references.tiny_checkpoints import GEMMA_WORDS, GRID_WORDS, INTERN_WORDS, QWEN_WORDS, TILE_WORDS, Family
 
 _CLIP = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
     "image_std": [0.26862954, 0.26130258, 0.27577711],
 }
+_IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 _HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
 _STEPS = {
     "do_resize": True,
@@ -229,6 +230,114 @@ def _tiled(kind: str, seed: int, *, scale: int, edge: int, video: dict[str, Any]
     )
 
 
+def _mistral3(seed: int) -> Family:
+    """With the text model of Ministral 3: stretched rotary embeddings, queries that grow with the position."""
+    return Family(
+        kind="mistral3",
+        words=GRID_WORDS,
+        text={
+            "model_type": "ministral3",
+            "hidden_size": 48,
+            "intermediate_size": 64,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 24,
+            "rms_norm_eps": 1e-4,
+            "sliding_window": None,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 50000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 48,
+                "beta_fast": 16.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+            },
+        },
+        vision={
+            "model_type": "pixtral",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "head_dim": 16,
+            "image_size": 300,
+            "patch_size": 10,
+            "hidden_act": "silu",
+            "rope_parameters": {"rope_type": "axial", "rope_theta": 3000.0},
+        },
+        image={
+            **_STEPS,
+            **_CLIP,
+            "do_pad": True,
+            "resample": 3,
+            "size": {"longest_edge": 300},
+            "patch_size": {"height": 10, "width": 10},
+            "image_processor_type": "PixtralImageProcessor",
+        },
+        video=None,
+        names={"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
+        seed=seed,
+        top={"spatial_merge_size": 2, "multimodal_projector_bias": False, "projector_hidden_act": "gelu"},
+    )
+
+
+def _internvl(seed: int) -> Family:
+    """With the 6B tower's kind of norms, and a mixture of experts."""
+    square = {**_STEPS, **_IMAGENET, "resample": 3, "size": {"height": 48, "width": 48}}
+    return Family(
+        kind="internvl",
+        words=INTERN_WORDS,
+        text={
+            "model_type": "qwen3_moe",
+            "hidden_size": 48,
+            "intermediate_size": 64,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 24,
+            "rope_theta": 70000.0,
+            "rms_norm_eps": 1e-5,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            **_EXPERTS,
+        },
+        vision={
+            "model_type": "internvl_vision",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "image_size": [48, 48],
+            "patch_size": [12, 12],
+            "layer_norm_eps": 1e-5,
+            "norm_type": "rms_norm",
+            "use_qk_norm": True,
+            "attention_bias": False,
+            "hidden_act": "gelu",
+        },
+        image={
+            **square,
+            "crop_to_patches": True,
+            "min_patches": 1,
+            "max_patches": 7,
+            "image_processor_type": "GotOcr2ImageProcessor",
+        },
+        video={**square, "video_processor_type": "InternVLVideoProcessor"},
+        names={
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+        seed=seed,
+        top={"image_seq_length": 4, "downsample_ratio": 0.5, "vision_feature_select_strategy": "default"},
+    )
+
+
 FAMILIES: dict[str, Family] = {
     "qwen2_vl": _qwen_old(
         "qwen2_vl",
@@ -283,4 +392,6 @@ FAMILIES: dict[str, Family] = {
         pan_and_scan_max_num_crops=3,
         pan_and_scan_min_ratio_to_activate=1.3,
     ),
+    "mistral3": _mistral3(1),
+    "internvl": _internvl(3),
 }

@@ -34,12 +34,17 @@ def shapes(config: Config) -> Shapes:
         found |= _siglip(vision, "vision_tower.vision_model.")
         found["multi_modal_projector.mm_input_projection_weight"] = (vision["hidden_size"], text["hidden_size"])
         found["multi_modal_projector.mm_soft_emb_norm.weight"] = (vision["hidden_size"],)
+    elif kind in ("mistral3", "internvl"):
+        norms = ("q_norm", "k_norm") if text["model_type"].startswith("qwen3") else ()
+        found = _text(text, "language_model.model.", norms=norms)
+        found |= _pixtral(config) if kind == "mistral3" else _intern_vit(config)
     else:
         found = _text(text, "model.text_model.") | _siglip(vision, "model.vision_model.")
         joined = vision["hidden_size"] * config["scale_factor"] ** 2
         found["model.connector.modality_projection.proj.weight"] = (text["hidden_size"], joined)
     if not config["tie_word_embeddings"]:
-        found["lm_head.weight"] = (text["vocab_size"], text["hidden_size"])
+        prefix = "language_model." if kind in ("mistral3", "internvl") else ""
+        found[f"{prefix}lm_head.weight"] = (text["vocab_size"], text["hidden_size"])
     return found
 
 
@@ -93,6 +98,10 @@ def _mlp(text: Config, layer: str) -> Shapes:
             f"{layer}.mlp.experts.gate_up_proj": (experts, 2 * size, width),
             f"{layer}.mlp.experts.down_proj": (experts, width, size),
         }
+    if text["model_type"] == "qwen3_moe":  # one by one
+        for number in range(experts):
+            found |= _dense(f"{layer}.mlp.experts.{number}", size, width)
+        return found
     # Qwen3-VL: as (in, out).
     return found | {
         f"{layer}.mlp.experts.gate_up_proj": (experts, width, 2 * size),
@@ -191,3 +200,48 @@ def _siglip(vision: Config, prefix: str) -> Shapes:
             found |= _linear(f"{layer}.self_attn.{name}", width, width)
         found |= _linear(f"{layer}.mlp.fc1", size, width) | _linear(f"{layer}.mlp.fc2", width, size)
     return found | _norm(f"{prefix}post_layernorm", width)
+
+
+def _pixtral(config: Config) -> Shapes:
+    """Pixtral's tower, and Mistral 3's projector."""
+    vision, text_width = config["vision_config"], config["text_config"]["hidden_size"]
+    width, size, patch = vision["hidden_size"], vision["intermediate_size"], vision["patch_size"]
+    tower = "vision_tower."
+    found: Shapes = {f"{tower}patch_conv.weight": (width, 3, patch, patch), f"{tower}ln_pre.weight": (width,)}
+    for number in range(vision["num_hidden_layers"]):
+        layer = f"{tower}transformer.layers.{number}"
+        found |= {f"{layer}.attention.{name}_proj.weight": (width, width) for name in ("q", "k", "v", "o")}
+        found |= {f"{layer}.{name}_norm.weight": (width,) for name in ("attention", "ffn")}
+        found |= _dense(f"{layer}.feed_forward", size, width)
+    merged = width * config["spatial_merge_size"] ** 2
+    return found | {
+        "multi_modal_projector.norm.weight": (width,),
+        "multi_modal_projector.patch_merger.merging_layer.weight": (width, merged),
+        "multi_modal_projector.linear_1.weight": (text_width, width),
+        "multi_modal_projector.linear_2.weight": (text_width, text_width),
+    }
+
+
+def _intern_vit(config: Config) -> Shapes:
+    """InternVL's 6B tower (RMS norms, on queries and keys too, no biases there), and its projector."""
+    vision, text_width = config["vision_config"], config["text_config"]["hidden_size"]
+    width, size, patch = vision["hidden_size"], vision["intermediate_size"], vision["patch_size"][0]
+    tower, num_patches = "vision_tower.", (vision["image_size"][0] // patch) ** 2
+    found: Shapes = {
+        f"{tower}embeddings.cls_token": (1, 1, width),
+        f"{tower}embeddings.position_embeddings": (1, num_patches + 1, width),
+        f"{tower}embeddings.patch_embeddings.projection.weight": (width, 3, patch, patch),
+        f"{tower}embeddings.patch_embeddings.projection.bias": (width,),
+    }
+    for number in range(vision["num_hidden_layers"]):
+        layer = f"{tower}encoder.layer.{number}"
+        found |= {f"{layer}.attention.{name}_proj.weight": (width, width) for name in ("q", "k", "v")}
+        found |= {f"{layer}.attention.{name}_norm.weight": (width,) for name in ("q", "k")}
+        found |= _linear(f"{layer}.attention.projection_layer", width, width)
+        found |= {f"{layer}.layernorm_{name}.weight": (width,) for name in ("before", "after")}
+        found |= {f"{layer}.lambda_{which}": (width,) for which in (1, 2)}
+        found |= _linear(f"{layer}.mlp.fc1", size, width) | _linear(f"{layer}.mlp.fc2", width, size)
+    merged = width * round(1 / config["downsample_ratio"]) ** 2
+    projector = "multi_modal_projector."
+    found |= _norm(f"{projector}layer_norm", merged) | _linear(f"{projector}linear_1", text_width, merged)
+    return found | _linear(f"{projector}linear_2", text_width, text_width)
