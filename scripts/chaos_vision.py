@@ -26,7 +26,8 @@ from chaos_kill import Different, Launcher, Process, Reference, Trial, read_jour
 ROOT = Path(__file__).resolve().parent.parent
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "smolvlm", "idefics3", "gemma3")
-WITHOUT_VIDEO = ("idefics3", "gemma3")
+FAMILIES = (*FAMILIES, "internvl", "mistral3", "pixtral")
+WITHOUT_VIDEO = ("idefics3", "gemma3", "mistral3", "pixtral")
 MAX_TOKENS = 60
 NUM_PICTURES = 3
 _MAKE = """
