@@ -11,7 +11,8 @@ from typing import Final
 
 from mlxgen.cli import cached
 from mlxgen.cli.console import printable
-from mlxgen.errors import InvalidValueError
+from mlxgen.cli.generate import discard
+from mlxgen.errors import InvalidValueError, SnapshotError
 from mlxgen.history import Mark
 from mlxgen.session import Session
 
@@ -78,10 +79,13 @@ class Conversations:
         if name in self._all:
             raise InvalidValueError(f"there is a conversation {name!r} already; /switch {name} goes there")
         session = self.current.session.fork()
-        if self._beside is None:
-            session.autosave(cached.new_path())
-        else:
-            session.autosave(self._beside_path(name))
+        path = session.autosave(cached.new_path() if self._beside is None else self._beside_path(name))
+        if session.media:  # the files they came from may be gone already
+            try:
+                session.save()
+            except SnapshotError:
+                discard(session, path)
+                raise
         fork = Conversation(name, session, dict(self.current.marks))
         self._all[name] = self.current = fork
         return fork

@@ -185,7 +185,7 @@ def _options(options: dict[str, Any]) -> str:
     given = dict(options.get("sampling", {})) | options
     shown = {key: value for key, value in given.items() if key != "sampling" and usual.get(key) != value}
     shown = {"temperature": given.get("temperature", 0.0)} | shown
-    return ", ".join(f"{key} {value}" for key, value in shown.items())
+    return ", ".join(f"{key} {printable(str(value), 100)}" for key, value in shown.items())
 
 
 def _ending(finish: dict[str, Any] | None) -> str:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from cli.commands import LONG, llama, snapshots
 from cli.talking import Terminal, talk, turns
+from mlxgen_vision.demo_pictures import example_picture
 
+import mlxgen
 from mlxgen.cli.overview import look
 
 SAMPLED = ("--temp", "1.0", "--seed", "5")
@@ -113,6 +115,30 @@ def test_forks_in_the_cache_folder(capfdbinary: Any, cache: Path, monkeypatch: p
     kept = [cache / name for name in snapshots(cache)]
     assert sorted(asked(one) for one in kept) == [["hello"], ["hello", "bye"]]
     assert err.count("is kept; go on with") == 2
+
+
+def test_a_fork_keeps_its_pictures(path: Path, cache: Path, tmp_path: Path) -> None:
+    """Killed right after /fork, and the picture is gone: the fork has it."""
+    picture = tmp_path / "two.png"
+    example_picture("two").save(picture)
+    terminal = Terminal(["chat", "--model", "shapes-vl", "--snapshot", str(path), "--max-tokens", "12"])
+    try:
+        terminal.wait_for(b"> ")
+        terminal.type(f"/image {picture}\n".encode())
+        terminal.wait_for(b"\n> ")
+        terminal.type(b"Describe the picture.\n")
+        terminal.wait_for(b"green square")
+        terminal.wait_for(b"\n> ")
+        terminal.type(b"/fork idea\n")
+        terminal.wait_for(b"idea> ")
+        terminal.process.kill()
+    finally:
+        terminal.close()
+    picture.unlink()
+    with mlxgen.resume(path.with_name("talk-idea.mlxgen")) as session:
+        session.rewind()
+        assert session.send().text == "A red circle and a green square."
+        assert session.last_finished is not None
 
 
 # -- branches ----------------------------------------------------------------------------------------------------------
