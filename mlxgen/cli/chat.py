@@ -59,7 +59,7 @@ def run(args: argparse.Namespace, console: Console, cancel: CancelToken) -> int:
         raise UsageError("--resume goes on in its own snapshot with its own system prompt; leave the others away")
     asked = _Asked(reply_options(args), reply_prefix(args), media_options(args))
     named = args.snapshot is not None or args.resume is not None
-    conversations = Conversations(_open(args, console, cancel), named=named)
+    conversations = Conversations(_open(args, asked.reply, console, cancel), named=named)
     with closing(conversations):
         model = conversations.current.session.model
         asked.reply.validate(model.vocab_size, model)
@@ -77,7 +77,7 @@ class _Asked:
     limits: MediaOptions
 
 
-def _open(args: argparse.Namespace, console: Console, cancel: CancelToken) -> Session:
+def _open(args: argparse.Namespace, reply: ReplyOptions, console: Console, cancel: CancelToken) -> Session:
     if args.resume is not None:
         model = load_model(args, console, cancel) if args.model is not None else None
         options = ResumeOptions(model=model, on_progress=show_load(console))
@@ -94,7 +94,9 @@ def _open(args: argparse.Namespace, console: Console, cancel: CancelToken) -> Se
         check_new_snapshot(args.snapshot, overwrite=args.overwrite)
     else:
         cached.make_room()
-    session = Session(load_model(args, console, cancel), system=args.system, options=options_)
+    model = load_model(args, console, cancel)
+    reply.validate(model.vocab_size, model)  # before a snapshot is made
+    session = Session(model, system=args.system, options=options_)
     keep_prefixes(session.model, off=args.no_prefix_cache)
     if args.snapshot is not None:
         session.autosave(args.snapshot, overwrite=args.overwrite)
