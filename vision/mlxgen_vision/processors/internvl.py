@@ -12,7 +12,7 @@ Frames are announced as "Frame1: " as in the published model cards and transform
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +27,7 @@ from mlxgen_vision.processors.settings import Normalisation
 from mlxgen_vision.processors.tile_grid import TileLimits, closest_grid, cut
 
 Pixels = np.ndarray[Any, Any]
+Resize = Callable[[Pixels, tuple[int, int], Resample], Pixels]
 
 _MIN_FRAMES: Final = 8
 _MAX_FRAMES: Final = 32
@@ -89,7 +90,7 @@ class TileSettings:
         return closest_grid((height, width), (self.square.side, self.square.side), self.limits)
 
 
-def tile_image(rgb: Pixels, settings: TileSettings, resize: Any) -> tuple[Pixels, int, int]:
+def tile_image(rgb: Pixels, settings: TileSettings, resize: Resize) -> tuple[Pixels, int, int]:
     """(tiles, rows, columns): uint8 (rows * columns, side, side, 3), row by row, and the whole picture last where
     there is more than one tile.
 
