@@ -122,7 +122,7 @@ def shared_prefix(
 ) -> int:
     """How many leading tokens both sequences share, media included (P7): same ids *and* the same content behind spans.
 
-    Never ends inside a span: a block of picture tokens is shared whole or not at all.
+    Never ends inside a span or an atomic range: tokens that see each other are shared whole or not at all.
     """
     limit = min(len(old_ids), len(new_ids))
     common = 0
@@ -135,6 +135,11 @@ def shared_prefix(
             common = start
     for start, identity in old_spans.items():
         if start < common and (new_spans.get(start) != identity or identity[0] > common):
+            common = start
+    old_ranges = set() if old is None else set(old.atomic)
+    new_ranges = set() if new is None else set(new.atomic)
+    for start, end in sorted(old_ranges | new_ranges, reverse=True):
+        if start < common and (end > common or (start, end) not in old_ranges & new_ranges):
             common = start
     return common
 

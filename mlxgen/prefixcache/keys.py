@@ -48,18 +48,25 @@ def chunks(
     root: Key, ids: Sequence[int], inputs: PreparedInput | None, passes: Sequence[tuple[int, int]]
 ) -> list[Chunk]:
     """The chunks of prefill passes `[start, end)` over `ids` that follow each other from token 0 on."""
-    tokens = np.asarray(ids[: passes[-1][1]] if passes else [], "<u4")
+    tokens = np.asarray(ids, "<u4")
     found: list[Chunk] = []
     parent = root
     for start, end in passes:
         hasher = hashlib.sha256(f"{parent} {start} {end} {_media_of(inputs, start, end)}\n".encode())
-        hasher.update(tokens[start:end].tobytes())
+        hasher.update(tokens[start : _end_of_seen(inputs, end)].tobytes())
         if inputs is not None and inputs.position_ids is not None:
             hasher.update(np.ascontiguousarray(inputs.position_ids[:, start:end], "<i4").tobytes())
         key = hasher.hexdigest()
         found.append(Chunk(key, parent, start, end))
         parent = key
     return found
+
+
+def _end_of_seen(inputs: PreparedInput | None, end: int) -> int:
+    """Up to where tokens matter to a pass that ends at `end`: further where that is inside an atomic range, whose
+    tokens see each other (a prompt's last token is fed on its own)."""
+    atomic = () if inputs is None else inputs.atomic
+    return max([end, *(last for first, last in atomic if first < end)])
 
 
 def _media_of(inputs: PreparedInput | None, start: int, end: int) -> str:
