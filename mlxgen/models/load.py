@@ -78,7 +78,9 @@ def load(
     stamps = stamp_files(files)
     if options.check_memory:
         check_fits(estimate_weights(tensors), what=f"loading {path_or_repo}")
-    tokenizer = read_tokenizer(folder, config, options)
+    # What a vision family knows of tokenizers that were published for it; see docs/adding-a-family.md.
+    usual: Mapping[str, Any] = getattr(family, "tokenizer_config", {})
+    tokenizer = read_tokenizer(folder, config, options, usual=usual)
     cancel.checkpoint()
     vision: VisionModel | None = None
     if family is not None:
@@ -189,7 +191,11 @@ def supported_model_types() -> tuple[frozenset[str], frozenset[str]]:
     return text_model_types(), frozenset(vision_families())
 
 
-def read_tokenizer(folder: Path, config: Mapping[str, Any], options: LoadOptions) -> Any:
+def read_tokenizer(
+    folder: Path, config: Mapping[str, Any], options: LoadOptions, *, usual: Mapping[str, Any] = {}
+) -> Any:
+    """mlx-lm's wrapper of the folder's tokenizer. `usual` are settings that win over the folder's own, except for its
+    chat template, and that the caller's `tokenizer_config` wins over."""
     from mlx_lm.utils import load_tokenizer
 
     extra: dict[str, Any] = dict(options.tokenizer_config)
@@ -208,6 +214,10 @@ def read_tokenizer(folder: Path, config: Mapping[str, Any], options: LoadOptions
     older = folder / "chat_template.json"  # processors used to keep the template there
     if "chat_template" not in known and older.is_file() and not (folder / "chat_template.jinja").is_file():
         extra.setdefault("chat_template", model_config.read_json_object(older).get("chat_template"))
+    has_template = "chat_template" in known or older.is_file() or (folder / "chat_template.jinja").is_file()
+    for key, value in usual.items():
+        if key != "chat_template" or not has_template:
+            extra.setdefault(key, value)
     # Explicitly False: transformers would ask on the terminal otherwise.
     extra["trust_remote_code"] = options.trust_remote_code
     with foreign_errors(f"the tokenizer in {folder} can't be loaded"):
