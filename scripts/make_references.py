@@ -73,6 +73,9 @@ import transformers  # noqa: E402
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil  # noqa: E402
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil  # noqa: E402
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil  # noqa: E402
+from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import (  # noqa: E402
+    PaddleOCRVLImageProcessorPil,
+)
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil  # noqa: E402
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil  # noqa: E402
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil  # noqa: E402
@@ -125,6 +128,8 @@ def processor_of(folder: Path, family: Family) -> Any:
         films = (transformers.Qwen2VLVideoProcessor if old else transformers.Qwen3VLVideoProcessor)(**video)
         makers = {"qwen2_vl": transformers.Qwen2VLProcessor, "qwen2_5_vl": transformers.Qwen2_5_VLProcessor}
         return makers.get(family.kind, transformers.Qwen3VLProcessor)(pictures, tokenizer, films)
+    if family.kind == "paddleocr_vl":
+        return transformers.PaddleOCRVLProcessor(PaddleOCRVLImageProcessorPil(**image), tokenizer)
     if family.kind == "mistral3":
         sizes = {"patch_size": family.vision["patch_size"], "spatial_merge_size": family.top["spatial_merge_size"]}
         return transformers.PixtralProcessor(PixtralImageProcessorPil(**image), tokenizer, **sizes)
@@ -285,6 +290,7 @@ def generated(model: Any, inputs: dict[str, Any]) -> list[int]:
 
 def media_tokens(family: Family) -> list[int]:
     words = {"<|image_pad|>", "<|video_pad|>", "<image_soft_token>", "<image>", "[IMG]", "<IMG_CONTEXT>"}
+    words.add("<|IMAGE_PLACEHOLDER|>")
     return [family.token(word) for word in family.words if word in words]
 
 
@@ -331,7 +337,7 @@ def reference(family: Family) -> tuple[dict[str, np.ndarray], float]:
         for key, ending in (("image_grid_thw", "grids"), ("video_grid_thw", "video_grids")):
             if key in inputs:
                 arrays[f"{name}/{ending}"] = inputs[key].numpy().astype(np.int32)
-        if family.kind.startswith("qwen"):
+        if family.kind.startswith(("qwen", "paddle")):
             # transformers makes no positions of its own for text.
             text = np.tile(np.arange(len(ids), dtype=np.int32), (3, 1))
             arrays[f"{name}/position_ids"] = text if seen.positions is None else seen.positions

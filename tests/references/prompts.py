@@ -10,6 +10,7 @@ _WRAP: Final = {
     "qwen": ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"),
     "gemma3": ("<bos><start_of_turn>user\n", "<end_of_turn>\n<start_of_turn>model\n"),
     "tiled": ("<|im_start|>User:", "<end_of_utterance>\nAssistant:"),
+    "paddleocr_vl": ("<|begin_of_sentence|>User: ", "\nAssistant: "),
     "mistral3": ("<bos>[INST]", "[/INST]"),
     "internvl": ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"),
 }
@@ -20,6 +21,7 @@ _PLACEHOLDER: Final = {
     ("tiled", "image"): "<image>",
     ("tiled", "video"): "<video>",
     ("mistral3", "image"): "[IMG]",
+    ("paddleocr_vl", "image"): "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
     ("internvl", "image"): "<IMG_CONTEXT>\n",
     ("internvl", "video"): "<video>\n",
 }
@@ -28,7 +30,7 @@ _PLACEHOLDER: Final = {
 def style(kind: str) -> str:
     if kind.startswith("qwen"):
         return "qwen"
-    return kind if kind in ("gemma3", "mistral3", "internvl") else "tiled"
+    return kind if kind in ("gemma3", "mistral3", "internvl", "paddleocr_vl") else "tiled"
 
 
 def case_names(kind: str) -> list[str]:

@@ -63,6 +63,7 @@ TILE_WORDS = (
     *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
 )
 GRID_WORDS = ("<bos>", "[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
+PADDLE_WORDS = ("<|begin_of_sentence|>", "<|IMAGE_START|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_END|>")
 INTERN_WORDS = ("<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>", "<video>")
 
 
@@ -113,6 +114,9 @@ class Family:
                 "boi_token_index": self.token("<start_of_image>"),
                 "eoi_token_index": self.token("<end_of_image>"),
             }
+        elif self.kind == "paddleocr_vl":
+            ids = {"image_token_id": self.token("<|IMAGE_PLACEHOLDER|>")}
+            ids |= {f"vision_{end}_token_id": self.token(f"<|IMAGE_{end.upper()}|>") for end in ("start", "end")}
         elif self.kind == "mistral3":
             ids = {"image_token_index": self.token("[IMG]")}
         else:
@@ -132,7 +136,7 @@ class Family:
     def silent_tokens(self) -> list[int]:
         """The tokens whose logit is always zero."""
         words = {EOS, PAD, "<|image_pad|>", "<|video_pad|>", "<image_soft_token>", "<image>", "<video>"}
-        words |= {"[IMG]", "<IMG_CONTEXT>"}
+        words |= {"[IMG]", "<IMG_CONTEXT>", "<|IMAGE_PLACEHOLDER|>"}
         return sorted(self.token(word) for word in words & {EOS, PAD, *self.words})
 
 
@@ -148,6 +152,7 @@ _ARCHITECTURES = {
     "smolvlm": "SmolVLMForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
     "internvl": "InternVLForConditionalGeneration",
+    "paddleocr_vl": "PaddleOCRVLForConditionalGeneration",
 }
 
 
@@ -238,7 +243,7 @@ def write_checkpoint(folder: Path, family: Family) -> dict[str, np.ndarray]:
         processor |= {"patch_size": family.vision["patch_size"], "spatial_merge_size": family.top["spatial_merge_size"]}
     elif family.kind == "internvl":
         processor["image_seq_length"] = family.top["image_seq_length"]
-    elif not family.kind.startswith("qwen"):
+    elif not family.kind.startswith(("qwen", "paddle")):
         side = family.vision["image_size"] // family.vision["patch_size"] // family.top["scale_factor"]
         processor["image_seq_len"] = side * side
     files: dict[str, Any] = {
@@ -266,4 +271,5 @@ _PROCESSORS = {
     "smolvlm": "SmolVLMProcessor",
     "mistral3": "PixtralProcessor",
     "internvl": "InternVLProcessor",
+    "paddleocr_vl": "PaddleOCRVLProcessor",
 }

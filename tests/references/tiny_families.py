@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from references.tiny_checkpoints import GEMMA_WORDS, GRID_WORDS, INTERN_WORDS, QWEN_WORDS, TILE_WORDS, Family
+from references.tiny_checkpoints import (
+    GEMMA_WORDS,
+    GRID_WORDS,
+    INTERN_WORDS,
+    PADDLE_WORDS,
+    QWEN_WORDS,
+    TILE_WORDS,
+    Family,
+)
 
 _CLIP = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
@@ -338,6 +346,34 @@ def _internvl(seed: int) -> Family:
     )
 
 
+def _paddleocr(seed: int) -> Family:
+    """PaddleOCR-VL: Qwen2-VL's budget and positions, SigLIP's tower, no merging over time."""
+    rope = {"rope_type": "default", "type": "default", "mrope_section": [2, 3, 3]}
+    return Family(
+        kind="paddleocr_vl",
+        words=PADDLE_WORDS,
+        text=_qwen_text(
+            model_type="paddleocr_vl_text", head_dim=16, rope_theta=20000.0, rope_scaling=rope, use_bias=False
+        ),
+        vision={
+            "model_type": "paddleocr_vl_vision",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "image_size": 98,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "hidden_act": "gelu_pytorch_tanh",
+        },
+        image=_qwen_processor(14, 4, 24, _CLIP)
+        | {"image_processor_type": "PaddleOCRVLImageProcessor", "temporal_patch_size": 1},
+        video=None,
+        names={"image_token": "<|IMAGE_PLACEHOLDER|>"},
+        seed=seed,
+    )
+
+
 FAMILIES: dict[str, Family] = {
     "qwen2_vl": _qwen_old(
         "qwen2_vl",
@@ -394,4 +430,5 @@ FAMILIES: dict[str, Family] = {
     ),
     "mistral3": _mistral3(1),
     "internvl": _internvl(3),
+    "paddleocr_vl": _paddleocr(1),
 }

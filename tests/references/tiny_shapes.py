@@ -34,6 +34,11 @@ def shapes(config: Config) -> Shapes:
         found |= _siglip(vision, "vision_tower.vision_model.")
         found["multi_modal_projector.mm_input_projection_weight"] = (vision["hidden_size"], text["hidden_size"])
         found["multi_modal_projector.mm_soft_emb_norm.weight"] = (vision["hidden_size"],)
+    elif kind == "paddleocr_vl":
+        found = _text(text, "model.") | _siglip(vision, "visual.vision_model.")
+        joined = vision["hidden_size"] * vision["spatial_merge_size"] ** 2
+        found |= _norm("mlp_AR.pre_norm", vision["hidden_size"]) | _linear("mlp_AR.linear_1", joined, joined)
+        found |= _linear("mlp_AR.linear_2", text["hidden_size"], joined)
     elif kind in ("mistral3", "internvl"):
         norms = ("q_norm", "k_norm") if text["model_type"].startswith("qwen3") else ()
         found = _text(text, "language_model.model.", norms=norms)

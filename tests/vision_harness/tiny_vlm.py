@@ -22,16 +22,18 @@ from safetensors.numpy import save_file
 from tiny.tokenizer import MERGES
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from vision_harness import tiny_gemma4, tiny_internvl, tiny_lfm2, tiny_llava, tiny_mistral
+from vision_harness import tiny_gemma4, tiny_internvl, tiny_lfm2, tiny_llava, tiny_mistral, tiny_paddle
 from vision_harness.tiny_family import TinyFamily
 
 _OTHERS: dict[str, TinyFamily] = {**tiny_mistral.FAMILIES, **tiny_gemma4.FAMILIES}
 _OTHERS |= tiny_internvl.FAMILIES
 _OTHERS |= tiny_llava.FAMILIES
 _OTHERS |= tiny_lfm2.FAMILIES
+_OTHERS |= tiny_paddle.FAMILIES
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "smolvlm", "idefics3", "gemma3", *_OTHERS)
 WITH_VIDEO = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "smolvlm")
+NOT_IN_KIT = ("paddleocr_vl",)  # of the parity kit's checkpoints
 WITH_WINDOWS = ("gemma3", "gemma4", "gemma4_e")  # rings, which can't be quantised
 WITH_VIDEO = (*WITH_VIDEO, *(name for name, made in _OTHERS.items() if made.video))
 

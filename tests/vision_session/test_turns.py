@@ -210,6 +210,7 @@ PLACEHOLDERS |= {"gemma4": "<|image|>", "gemma4_e": "<|image|>"}
 PLACEHOLDERS |= {"llava": "<image>", "llava_next": "<image>", "llava_onevision": "<image>"}
 PLACEHOLDERS |= {"pixtral": "[IMG]", "mistral3": "[IMG]", "internvl": "<IMG_CONTEXT>"}
 PLACEHOLDERS |= {"lfm2_vl": "<image>"}
+PLACEHOLDERS |= {"paddleocr_vl": "<|IMAGE_PLACEHOLDER|>"}
 TOKENS = PLACEHOLDERS | {"gemma": "<image_soft_token>"}
 
 

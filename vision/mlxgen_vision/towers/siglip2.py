@@ -32,16 +32,16 @@ def siglip2_config(config: Mapping[str, Any]) -> SiglipConfig:
     return SiglipConfig.from_dict(dict(config) | {"patch_size": patch, "image_size": side * patch})
 
 
-def resampling_matrix(length: int, side: int) -> np.ndarray[Any, Any]:
+def resampling_matrix(length: int, side: int, *, antialias: bool = True) -> np.ndarray[Any, Any]:
     """How much each of `side` entries counts for each of `length` places, float32 (length, side); rows sum to 1.
 
-    Triangles around each place's centre, as wide as the entries are dense: plain interpolation where there are fewer
-    entries than places.
+    Triangles around each place's centre, with `antialias` as wide as the entries are dense. Without it, or where there
+    are fewer entries than places, this is linear interpolation.
     """
     scale = np.float32(side / length)
     centres = (np.arange(length, dtype=np.float32) + np.float32(0.5)) * scale - np.float32(0.5)
     apart = np.abs(np.arange(side, dtype=np.float32)[None] - centres[:, None])
-    weights = np.clip(1 - apart / max(scale, np.float32(1)), 0, None)
+    weights = np.clip(1 - apart / (max(scale, np.float32(1)) if antialias else 1), 0, None)
     return (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32)  # type: ignore[no-any-return]
 
 
