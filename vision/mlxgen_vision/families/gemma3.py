@@ -32,6 +32,7 @@ from mlxgen_vision.preparation import Geometry, Pixels, prepare_image
 from mlxgen_vision.processors.gemma3 import ImageWords, SquareSettings, square_images
 from mlxgen_vision.processors.settings import special_word
 from mlxgen_vision.spans import RunLayout, expand_placeholders, template_parts
+from mlxgen_vision.support import FamilySupport, Parity
 from mlxgen_vision.text_config import gemma3_arguments
 from mlxgen_vision.towers.images import Readout, encode_images
 from mlxgen_vision.towers.siglip import SiglipConfig, SiglipTower, siglip_weights
@@ -181,6 +182,10 @@ class Gemma3Family:
 
     name = "gemma3"
     model_types: tuple[str, ...] = ("gemma3",)
+    support = FamilySupport(
+        models="Gemma 3 (4B and larger)",
+        parity=(Parity("gemma3", quantized=("mlx-8bit",)),),
+    )
 
     def load(self, path: Path, config: Mapping[str, Any], *, cancel: CancelToken = NEVER) -> Gemma3Model:
         """Build text model, tower and projector and give them the folder's weights, whatever its layout."""

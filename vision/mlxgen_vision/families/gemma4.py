@@ -43,6 +43,7 @@ from mlxgen_vision.masks import BlockMasks, MaskedCache
 from mlxgen_vision.preparation import Geometry, Pixels, prepare_image, prepare_video
 from mlxgen_vision.processors.gemma4 import FrameSettings, MediaWords, TokenBudget, evenly, read_settings
 from mlxgen_vision.spans import locate_runs
+from mlxgen_vision.support import VIDEO_CASES, FamilySupport, Parity
 from mlxgen_vision.text_config import gemma4_arguments
 from mlxgen_vision.towers.gemma4 import Gemma4Vision, Gemma4VisionConfig, gemma4_weights
 from mlxgen_vision.video import VideoReader
@@ -187,6 +188,13 @@ class Gemma4Family:
 
     name = "gemma4"
     model_types: tuple[str, ...] = ("gemma4",)
+    support = FamilySupport(
+        models="Gemma 4, large and small (E2B, E4B)",
+        prepares="one picture or one frame",
+        encodes="a few blocks of the tower, for one picture or one frame",
+        video=True,
+        parity=(Parity("gemma4", VIDEO_CASES), Parity("gemma4_e", VIDEO_CASES)),
+    )
 
     def load(self, path: Path, config: Mapping[str, Any], *, cancel: CancelToken = NEVER) -> Gemma4Model:
         """Build text model, tower and projection and give them the folder's weights, whatever its layout."""

@@ -30,6 +30,7 @@ from mlxgen_vision.image import resize
 from mlxgen_vision.preparation import Geometry, Pixels, prepare_image
 from mlxgen_vision.processors.idefics3 import IMAGE, TilingSettings, image_text, tile_image
 from mlxgen_vision.spans import RunLayout, expand_placeholders, template_parts
+from mlxgen_vision.support import FamilySupport, Parity
 from mlxgen_vision.text_config import llama_arguments
 from mlxgen_vision.towers.images import Readout, encode_images
 from mlxgen_vision.towers.pixel_shuffle import PixelShuffleConnector
@@ -184,6 +185,12 @@ class Idefics3Family:
 
     name = "idefics3"
     model_types: tuple[str, ...] = ("idefics3",)
+    support = FamilySupport(
+        models="Idefics3",
+        prepares="one picture, cut into tiles",
+        encodes="a few blocks of the tower, for a few tiles",
+        parity=(Parity("idefics3"),),
+    )
 
     def load(self, path: Path, config: Mapping[str, Any], *, cancel: CancelToken = NEVER) -> Idefics3Model:
         """See `VisionFamily.load`. Raises `ModelLoadError` or `UnsupportedError`."""

@@ -30,6 +30,7 @@ from mlxgen_vision.image import check_options, resize
 from mlxgen_vision.preparation import Geometry, Pixels, prepare_image, prepare_video
 from mlxgen_vision.processors.internvl import FrameSettings, TileSettings, TileWords, middle_frames, tile_image
 from mlxgen_vision.spans import locate_runs
+from mlxgen_vision.support import VIDEO_CASES, FamilySupport, Parity
 from mlxgen_vision.text_models import load_text_model
 from mlxgen_vision.towers.images import Readout, encode_images
 from mlxgen_vision.towers.internvl import InternVLConfig, InternVLTower, ShuffleProjector, internvl_weights
@@ -172,6 +173,13 @@ class InternVLFamily:
 
     name = "internvl"
     model_types: tuple[str, ...] = ("internvl",)
+    support = FamilySupport(
+        models='InternVL 3 and 3.5 (those called "-hf")',
+        prepares="one picture, cut into tiles, or one frame",
+        encodes="a few blocks of the tower, for a few tiles or one frame",
+        video=True,
+        parity=(Parity("internvl", VIDEO_CASES), Parity("internvl_q2", VIDEO_CASES, ("hf", "hub"))),
+    )
 
     def load(self, path: Path, config: Mapping[str, Any], *, cancel: CancelToken = NEVER) -> InternVLModel:
         """See `VisionFamily.load`. Raises `ModelLoadError` or `UnsupportedError`."""

@@ -34,6 +34,7 @@ from mlxgen_vision.layouts import read_split
 from mlxgen_vision.preparation import Geometry, Pixels, prepare_image
 from mlxgen_vision.processors.lfm2_vl import Views, ViewSettings, ViewWords
 from mlxgen_vision.spans import locate_runs
+from mlxgen_vision.support import FamilySupport, Parity
 from mlxgen_vision.towers.activations import activation
 from mlxgen_vision.towers.images import Readout, encode_images
 from mlxgen_vision.towers.pixel_shuffle import merge_squares
@@ -179,6 +180,12 @@ class Lfm2VLFamily:
 
     name = "lfm2_vl"
     model_types: tuple[str, ...] = ("lfm2_vl", "lfm2-vl")
+    support = FamilySupport(
+        models="LFM2-VL, LFM2.5-VL",
+        prepares="one picture with all its views",
+        encodes="a few blocks of the tower, for a few tiles",
+        parity=(Parity("lfm2_vl"),),
+    )
 
     def load(self, path: Path, config: Mapping[str, Any], *, cancel: CancelToken = NEVER) -> Lfm2VLModel:
         """Build text model, tower and projector and give them the folder's weights, whatever its layout."""

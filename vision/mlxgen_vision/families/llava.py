@@ -31,6 +31,7 @@ from mlxgen_vision.layouts import read_split
 from mlxgen_vision.preparation import Geometry, Pixels, prepare_image
 from mlxgen_vision.processors.llava import IMAGE, SquareSettings, square_image
 from mlxgen_vision.spans import locate_runs
+from mlxgen_vision.support import FamilySupport, Parity
 from mlxgen_vision.text_models import load_text_model
 
 
@@ -115,6 +116,11 @@ class LlavaFamily:
 
     name = "llava"
     model_types: tuple[str, ...] = ("llava",)
+    support = FamilySupport(
+        models="LLaVA 1.5",
+        parity=(Parity("llava"),),
+        note="a LLaVA with Pixtral's tower is loaded as Pixtral",
+    )
 
     def load(self, path: Path, config: Mapping[str, Any], *, cancel: CancelToken = NEVER) -> VisionModel:
         """See `VisionFamily.load`. Raises `ModelLoadError` or `UnsupportedError`."""

@@ -24,6 +24,7 @@ from mlxgen_vision.preparation import Geometry, Pixels, prepare_image
 from mlxgen_vision.processors.anyres import AnyResSettings, Window, unpadded, views
 from mlxgen_vision.processors.llava import IMAGE
 from mlxgen_vision.spans import locate_runs
+from mlxgen_vision.support import FamilySupport, Parity
 from mlxgen_vision.towers.anyres import large_view, with_line_ends
 
 _GRIDS: Final = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
@@ -95,6 +96,12 @@ class LlavaNextFamily:
 
     name = "llava_next"
     model_types: tuple[str, ...] = ("llava_next",)
+    support = FamilySupport(
+        models="LLaVA-NeXT (1.6)",
+        prepares="one picture, cut into tiles",
+        encodes="a few blocks of the tower, for a few tiles",
+        parity=(Parity("llava_next"),),
+    )
 
     def load(self, path: Path, config: Mapping[str, Any], *, cancel: CancelToken = NEVER) -> LlavaNextModel:
         """See `VisionFamily.load`. Raises `ModelLoadError` or `UnsupportedError`."""

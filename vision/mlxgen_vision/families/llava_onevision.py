@@ -43,6 +43,7 @@ from mlxgen_vision.processors.llava_onevision import (
     spread,
 )
 from mlxgen_vision.spans import expand_placeholders, locate_runs, token_runs
+from mlxgen_vision.support import VIDEO_CASES, FamilySupport, Parity
 from mlxgen_vision.towers.anyres import large_view, resample, with_line_ends
 from mlxgen_vision.video import VideoReader
 
@@ -248,6 +249,13 @@ class LlavaOnevisionFamily:
 
     name = "llava_onevision"
     model_types: tuple[str, ...] = ("llava_onevision",)
+    support = FamilySupport(
+        models="LLaVA-OneVision",
+        prepares="one picture, whole and in tiles, or one frame",
+        encodes="a few blocks of the tower, for a few tiles or one frame",
+        video=True,
+        parity=(Parity("llava_onevision", VIDEO_CASES),),
+    )
 
     def load(self, path: Path, config: Mapping[str, Any], *, cancel: CancelToken = NEVER) -> LlavaOnevisionModel:
         """See `VisionFamily.load`. Raises `ModelLoadError` or `UnsupportedError`."""

@@ -19,6 +19,7 @@ from mlxgen.cancellation import NEVER, CancelToken
 from mlxgen_vision import checkpoint, layouts
 from mlxgen_vision.families.pixtral import IMAGE_TOKEN, GridModel, GridParts, require_last_layer
 from mlxgen_vision.processors.pixtral import GridSettings, GridWords
+from mlxgen_vision.support import FamilySupport, Parity
 from mlxgen_vision.text_models import load_text_model
 from mlxgen_vision.towers.pixtral import PatchMerger, PixtralConfig, PixtralTower, pixtral_weights
 from mlxgen_vision.towers.projectors import MlpProjector, ProjectorShape
@@ -68,6 +69,10 @@ class Mistral3Family:
 
     name = "mistral3"
     model_types: tuple[str, ...] = ("mistral3",)
+    support = FamilySupport(
+        models="Mistral Small 3.1 and 3.2, Ministral 3",
+        parity=(Parity("mistral3"),),
+    )
 
     def load(self, path: Path, config: Mapping[str, Any], *, cancel: CancelToken = NEVER) -> GridModel:
         """See `VisionFamily.load`. Raises `ModelLoadError` or `UnsupportedError`."""

@@ -28,6 +28,7 @@ from mlxgen_vision.image import check_options, resize
 from mlxgen_vision.preparation import Geometry, Pixels, prepare_image
 from mlxgen_vision.processors.pixtral import GridSettings, GridWords
 from mlxgen_vision.spans import locate_runs, template_parts
+from mlxgen_vision.support import FamilySupport, Parity
 from mlxgen_vision.text_models import load_text_model
 from mlxgen_vision.towers.pixtral import PixtralConfig, PixtralTower, pixtral_weights
 from mlxgen_vision.towers.projectors import MlpProjector, ProjectorShape
@@ -136,6 +137,10 @@ class PixtralFamily:
 
     name = "pixtral"
     model_types: tuple[str, ...] = ("pixtral",)
+    support = FamilySupport(
+        models="Pixtral",
+        parity=(Parity("pixtral"),),
+    )
 
     def load(self, path: Path, config: Mapping[str, Any], *, cancel: CancelToken = NEVER) -> GridModel:
         """See `VisionFamily.load`. Raises `ModelLoadError` or `UnsupportedError`."""

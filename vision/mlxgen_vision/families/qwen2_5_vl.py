@@ -27,6 +27,7 @@ from mlxgen_vision import checkpoint
 from mlxgen_vision.families.qwen_language import RopeDefaults, TextConfig, install_rope, read_split, tie_embeddings
 from mlxgen_vision.families.qwen_model import QwenParts, QwenVisionModel
 from mlxgen_vision.processors.qwen import QwenProcessor
+from mlxgen_vision.support import VIDEO_CASES, FamilySupport, Parity
 from mlxgen_vision.towers.qwen2_5_vl import Qwen25VLTower, Qwen25VLVisionConfig
 
 ROPE: Final = RopeDefaults(theta=1_000_000.0, sections=(16, 24, 24), interleaved=False)
@@ -37,6 +38,13 @@ _TOKENS_PER_SECOND: Final = 2  # of the published 3B, 7B, 32B and 72B models
 class Qwen25VLFamily:
     name: str = "qwen2_5_vl"
     model_types: tuple[str, ...] = ("qwen2_5_vl",)
+    support = FamilySupport(
+        models="Qwen2.5-VL",
+        prepares="one picture or one frame",
+        encodes="a few blocks of the tower, for one picture or two frames",
+        video=True,
+        parity=(Parity("qwen2_5_vl", VIDEO_CASES, quantized=("mlx-8bit",)),),
+    )
 
     def load(self, path: Path, config: Mapping[str, Any], *, cancel: CancelToken = NEVER) -> QwenVisionModel:
         vision_config = config.get("vision_config") or {}

@@ -23,6 +23,7 @@ from mlxgen_vision import checkpoint
 from mlxgen_vision.families.qwen_language import RopeDefaults, TextConfig, install_rope, read_split, tie_embeddings
 from mlxgen_vision.families.qwen_model import QwenParts, QwenVisionModel
 from mlxgen_vision.processors.qwen import QwenProcessor
+from mlxgen_vision.support import VIDEO_CASES, FamilySupport, Parity
 from mlxgen_vision.towers.qwen2_vl import Qwen2VLTower, Qwen2VLVisionConfig
 
 ROPE: Final = RopeDefaults(theta=1_000_000.0, sections=(16, 24, 24), interleaved=False)
@@ -32,6 +33,13 @@ ROPE: Final = RopeDefaults(theta=1_000_000.0, sections=(16, 24, 24), interleaved
 class Qwen2VLFamily:
     name: str = "qwen2_vl"
     model_types: tuple[str, ...] = ("qwen2_vl",)
+    support = FamilySupport(
+        models="Qwen2-VL",
+        prepares="one picture or one frame",
+        encodes="a few blocks of the tower, for one picture or two frames",
+        video=True,
+        parity=(Parity("qwen2_vl", VIDEO_CASES),),
+    )
 
     def load(self, path: Path, config: Mapping[str, Any], *, cancel: CancelToken = NEVER) -> QwenVisionModel:
         vision = Qwen2VLVisionConfig.from_dict(config.get("vision_config") or {})

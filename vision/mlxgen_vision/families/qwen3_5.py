@@ -27,6 +27,7 @@ from mlxgen_vision.families.qwen_language import (
 )
 from mlxgen_vision.families.qwen_model import QwenParts, QwenVisionModel
 from mlxgen_vision.processors.qwen import QwenProcessor
+from mlxgen_vision.support import VIDEO_CASES, FamilySupport, Parity
 from mlxgen_vision.towers.qwen3_vl import Qwen3VLTower, Qwen3VLVisionConfig
 
 ROPE: Final = RopeDefaults(theta=10_000_000.0, sections=(11, 11, 10), interleaved=True, partial=0.25)
@@ -36,6 +37,13 @@ ROPE: Final = RopeDefaults(theta=10_000_000.0, sections=(11, 11, 10), interleave
 class Qwen35Family:
     name: str = "qwen3_5"
     model_types: tuple[str, ...] = ("qwen3_5", "qwen3_5_moe")
+    support = FamilySupport(
+        models="Qwen3.5, dense and mixture of experts",
+        prepares="one picture or one frame",
+        encodes="a few blocks of the tower, for one picture or two frames",
+        video=True,
+        parity=(Parity("qwen3_5", VIDEO_CASES),),
+    )
 
     def load(self, path: Path, config: Mapping[str, Any], *, cancel: CancelToken = NEVER) -> QwenVisionModel:
         vision = Qwen3VLVisionConfig.from_dict(config.get("vision_config") or {})

@@ -42,6 +42,7 @@ from mlxgen_vision.families.qwen_language import (
 )
 from mlxgen_vision.families.qwen_model import QwenParts, QwenVisionModel
 from mlxgen_vision.processors.qwen import QwenProcessor
+from mlxgen_vision.support import VIDEO_CASES, FamilySupport, Parity
 from mlxgen_vision.towers.qwen3_vl import Qwen3VLTower, Qwen3VLVisionConfig
 
 ROPE: Final = RopeDefaults(theta=5_000_000.0, sections=(24, 20, 20), interleaved=True)
@@ -83,6 +84,13 @@ def build_moe(text: TextConfig, num_deepstack: int, weights: Weights, *, tied: b
 class Qwen3VLFamily:
     name: str = "qwen3_vl"
     model_types: tuple[str, ...] = ("qwen3_vl", "qwen3_vl_moe")
+    support = FamilySupport(
+        models="Qwen3-VL, dense and mixture of experts",
+        prepares="one picture or one frame",
+        encodes="a few blocks of the tower, for one picture or two frames",
+        video=True,
+        parity=(Parity("qwen3_vl", VIDEO_CASES, quantized=("mlx-8bit",)),),
+    )
 
     def load(self, path: Path, config: Mapping[str, Any], *, cancel: CancelToken = NEVER) -> QwenVisionModel:
         vision = Qwen3VLVisionConfig.from_dict(config.get("vision_config") or {})

@@ -29,6 +29,7 @@ from mlxgen_vision.processors.smolvlm import (
     video_text,
 )
 from mlxgen_vision.spans import template_parts
+from mlxgen_vision.support import PICTURE_CASES, FamilySupport, Parity
 from mlxgen_vision.video import VideoReader
 
 _log = logging.getLogger(__name__)
@@ -110,6 +111,13 @@ class SmolVLMFamily:
 
     name = "smolvlm"
     model_types: tuple[str, ...] = ("smolvlm",)
+    support = FamilySupport(
+        models="SmolVLM, SmolVLM2",
+        prepares="one picture, cut into tiles, or one frame",
+        encodes="a few blocks of the tower, for a few tiles or one frame",
+        video=True,
+        parity=(Parity("smolvlm", (*PICTURE_CASES, "vid1")),),
+    )
 
     def load(self, path: Path, config: Mapping[str, Any], *, cancel: CancelToken = NEVER) -> SmolVLMModel:
         """See `VisionFamily.load`. Raises `ModelLoadError` or `UnsupportedError`."""
