@@ -28,6 +28,7 @@ from vision_harness.tiny_family import TinyFamily
 _OTHERS: dict[str, TinyFamily] = {**tiny_mistral.FAMILIES, **tiny_gemma4.FAMILIES}
 _OTHERS |= tiny_internvl.FAMILIES
 _OTHERS |= tiny_llava.FAMILIES
+_OTHERS |= tiny_paligemma.FAMILIES
 _OTHERS |= tiny_lfm2.FAMILIES
 _OTHERS |= tiny_paddle.FAMILIES
 
@@ -35,6 +36,7 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "smolvlm", "idefics
 WITH_VIDEO = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "smolvlm")
 NOT_IN_KIT = ("paddleocr_vl",)  # of the parity kit's checkpoints
 WITH_WINDOWS = ("gemma3", "gemma4", "gemma4_e")  # rings, which can't be quantised
+UNQUANTISED = (*WITH_WINDOWS, "paligemma")
 WITH_VIDEO = (*WITH_VIDEO, *(name for name, made in _OTHERS.items() if made.video))
 
 _QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
@@ -233,7 +235,7 @@ def _modules(family: str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _weight(
-    name: str, shape: tuple[int, ...], seed: int, *, gemma: bool, tied: bool, num_specials: int
+    name: str, shape: tuple[int, ...], seed: int, *, gemma: bool, tied: bool, num_specials: int, embedding: float
 ) -> np.ndarray[Any, Any]:
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     noise = rng.standard_normal(shape)
@@ -247,7 +249,7 @@ def _weight(
     elif name.endswith(("layer_scalar", "std_scale")):
         value = 1.0 + 0.1 * noise
     elif name.endswith("embed_tokens.weight"):
-        value = noise * 0.3
+        value = noise * embedding
         if tied:
             value[:num_specials] *= 0.1
     elif name.endswith("lm_head.weight"):
@@ -274,9 +276,11 @@ def write(folder: Path, family: str, *, seed: int = 0) -> Path:
             prefix + name,
             tuple(value.shape),
             seed,
-            gemma=kind == "gemma",
+            gemma=kind in ("gemma", "paligemma"),
             tied=config["tie_word_embeddings"],
             num_specials=len(_SPECIALS[kind]),
+            # Gemma 2's layers add little to what goes in; with more of that, the last token would be said for ever.
+            embedding=0.06 if kind == "paligemma" else 0.3,
         )
         for prefix, module in _modules(family, config).items()
         for name, value in tree_flatten(module.parameters())

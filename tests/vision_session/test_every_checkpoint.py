@@ -22,7 +22,7 @@ CACHES = {
 EVERY = 9
 CASES = [(family, "plain") for family in tiny_vlm.FAMILIES]
 CACHE_CASES = [(family, name) for family in tiny_vlm.FAMILIES for name in ("ring", "quantized", "quantized-later")]
-CACHE_CASES = [case for case in CACHE_CASES if case[0] not in tiny_vlm.WITH_WINDOWS or case[1] == "ring"]
+CACHE_CASES = [case for case in CACHE_CASES if case[0] not in tiny_vlm.UNQUANTISED or case[1] == "ring"]
 
 
 class Uninterrupted:

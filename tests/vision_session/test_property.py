@@ -15,7 +15,9 @@ from vision_harness.jobs import image, new_session, reply, sources
 from mlxgen.cache import CacheOptions
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5", "gemma3", "gemma4_e", "lfm2_vl"])
+@pytest.mark.parametrize(
+    "family", ["qwen2_5_vl", "qwen3_5", "gemma3", "gemma4_e", "lfm2_vl", "llava_onevision", "paligemma"]
+)
 @settings(
     max_examples=3, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )

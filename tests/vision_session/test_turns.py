@@ -207,7 +207,7 @@ def test_an_undone_picture_is_remembered_as_such_after_a_resume(folder, tmp_path
 
 PLACEHOLDERS = {"qwen": "<|image_pad|>", "tiled": "<image>", "gemma": "<start_of_image>"}
 PLACEHOLDERS |= {"gemma4": "<|image|>", "gemma4_e": "<|image|>"}
-PLACEHOLDERS |= {"llava": "<image>", "llava_next": "<image>", "llava_onevision": "<image>"}
+PLACEHOLDERS |= {"llava": "<image>", "llava_next": "<image>", "llava_onevision": "<image>", "paligemma": "<image>"}
 PLACEHOLDERS |= {"pixtral": "[IMG]", "mistral3": "[IMG]", "internvl": "<IMG_CONTEXT>"}
 PLACEHOLDERS |= {"lfm2_vl": "<image>"}
 PLACEHOLDERS |= {"paddleocr_vl": "<|IMAGE_PLACEHOLDER|>"}
