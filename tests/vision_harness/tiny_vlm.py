@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from tiny.tokenizer import MERGES
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from vision_harness import tiny_gemma4, tiny_internvl, tiny_lfm2, tiny_llava, tiny_mistral, tiny_paddle
+from vision_harness import tiny_gemma4, tiny_internvl, tiny_lfm2, tiny_llava, tiny_mistral, tiny_paddle, tiny_paligemma
 from vision_harness.tiny_family import TinyFamily
 
 _OTHERS: dict[str, TinyFamily] = {**tiny_mistral.FAMILIES, **tiny_gemma4.FAMILIES}
