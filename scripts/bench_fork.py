@@ -21,7 +21,7 @@ def main() -> int:
     report = Report(f"a fork at {NUM_TOKENS} tokens")
     loaded = model("wide")
     text, _ = prompt(loaded, NUM_TOKENS)
-    with Session(loaded, options=SessionOptions(raw=True)) as session:
+    with Session(loaded, options=SessionOptions(raw=True, prefix_cache=False)) as session:
         session.send(text, reply=ONE_MORE)
         session.sequence.evaluate()
         fork(session, report)

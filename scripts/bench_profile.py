@@ -90,7 +90,7 @@ def profile(loaded: Any, num_tokens: int) -> None:
     """Print the parts of a token of `Session.stream` with autosave: median microseconds, largest first."""
     watch = Stopwatch()
     per_token: list[dict[str, float]] = []
-    with Session(loaded, options=SessionOptions(raw=True)) as session, timed_parts(watch):
+    with Session(loaded, options=SessionOptions(raw=True, prefix_cache=False)) as session, timed_parts(watch):
         session.autosave(new_folder() / "profile.mlxgen")
         limit = num_tokens + 50
         tokens = tokens_of(session.stream(prompt(loaded, 64)[0], reply=ReplyOptions(max_tokens=limit, ignore_eos=True)))

@@ -43,7 +43,7 @@ def main() -> int:
 
     def prefill() -> Spent:
         began = Spent.until_now()
-        with Session(loaded, options=SessionOptions(raw=True)) as session:
+        with Session(loaded, options=SessionOptions(raw=True, prefix_cache=False)) as session:
             next(tokens_of(session.stream(text, reply=REPLY)))
             return began.since()
 
@@ -53,7 +53,7 @@ def main() -> int:
             next(tokens_of(session.continue_()))
             return began.since()
 
-    with Session(loaded, options=SessionOptions(raw=True)) as session:
+    with Session(loaded, options=SessionOptions(raw=True, prefix_cache=False)) as session:
         next(tokens_of(session.stream(text, reply=REPLY)))
         session.save(path)
         expected = next(tokens_of(session.continue_()))

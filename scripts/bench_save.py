@@ -56,7 +56,7 @@ def measure(report: Report, rounds: int) -> None:
 
 def _session(num_tokens: int) -> Session:
     """An autosaved session with a prompt of so many tokens in its cache, and saved."""
-    session = Session(model("toy"), options=SessionOptions(raw=True, prefill_step_size=512))
+    session = Session(model("toy"), options=SessionOptions(raw=True, prefill_step_size=512, prefix_cache=False))
     session.autosave(new_folder() / "run.mlxgen")
     session.send(prompt(model("toy"), num_tokens)[0], reply=ReplyOptions(max_tokens=1, ignore_eos=True))
     session.save()

@@ -47,7 +47,7 @@ class Case:
 
 
 def _options(step_size: int = 2048, latency_s: float | None = None) -> SessionOptions:
-    return SessionOptions(raw=True, prefill_step_size=step_size, max_stop_latency_s=latency_s)
+    return SessionOptions(raw=True, prefill_step_size=step_size, max_stop_latency_s=latency_s, prefix_cache=False)
 
 
 CASES = (

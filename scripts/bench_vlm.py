@@ -173,6 +173,7 @@ class Ours:
         return self._forward(*arguments, **named)
 
     def __call__(self, _: str, paths: list[Path]) -> Run:
+        mlxgen.prefix_cache(self.model).clear()
         run = self._run = Run(clock())
         session = mlxgen.Session(self.model)
         reply = mlxgen.ReplyOptions(max_tokens=NUM_TOKENS)

@@ -11,8 +11,8 @@ from prefixcache.rig import MEMORY, next_logits, say
 from vision_harness import tiny_vlm
 from vision_harness.jobs import Counts, counting, image, model, options, reply, sources
 
-from mlxgen.preparation import shared_prefix
 from mlxgen.prefixcache import PrefixCacheOptions, prefix_cache
+from mlxgen.preparation import shared_prefix
 from mlxgen.session import Session
 
 FAMILIES = pytest.mark.parametrize("family", tiny_vlm.FAMILIES)
