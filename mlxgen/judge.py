@@ -220,14 +220,14 @@ class Judge:
             return None
         return self._markers.think_end_ids[0]
 
-    def closing_mark(self) -> Record | None:
-        """What must be recorded before the first of the tokens that close a thinking section is put."""
+    def closing_mark(self) -> tuple[Record, ...]:
+        """What is recorded with the first of the tokens that close a thinking section; nothing for the others."""
         count, begun = len(self._reply.tokens), self._closing()
         if begun is not None and begun[0] <= count < begun[0] + len(begun[1]):
-            return None
+            return ()
         assert self._markers is not None
         # Its place is behind the first of them, so that going back to before it takes it away.
-        return _mark(count + 1, "close", list(self._markers.think_end_ids))
+        return (_mark(count + 1, "close", list(self._markers.think_end_ids)),)
 
     def _closing(self) -> tuple[int, list[int]] | None:
         """Where the last closing of a thinking section began, and its ids."""

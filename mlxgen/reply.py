@@ -290,7 +290,7 @@ class ReplyRun:
                         return {"reason": "stop", **judge.hit("grammar", None)}
                 else:
                     sampled = Sampled(forced)
-                    self._make_place(judge)
+                    self._make_place()
                 self._work.prefilled_tokens += begins
             verdict = judge.judge(sampled, forced=forced is not None)
             if isinstance(verdict, BanHit):
@@ -298,7 +298,7 @@ class ReplyRun:
                 continue
             self._count_token()
             if forced is not None:
-                state.put([forced], *_seams(verdict))
+                state.put([forced], *judge.closing_mark(), *_seams(verdict))
             else:
                 if self._options.grammar is not None and self._iterator is not None and self._iterator.complete:
                     verdict = judge.completed(verdict)
@@ -388,7 +388,7 @@ class ReplyRun:
                 return constraint if constraint.allowed(self._reply.ids) is not None else None
         return None
 
-    def _make_place(self, judge: Judge) -> None:
+    def _make_place(self) -> None:
         """Before a token that the model doesn't choose: the token before it is fed by a decode pass, as it would have
         been if the model had chosen."""
         state, sequence = self._state, self._state.sequence
@@ -397,9 +397,6 @@ class ReplyRun:
         state.agree(self._cancel)
         if sequence.num_fed < len(sequence.ids):
             sequence.feed_one()
-        mark = judge.closing_mark()
-        if mark is not None:
-            state.append(mark)
 
     def _take_back(self, judge: Judge, hit: BanHit, sampled: Sampled) -> Iterator[Backtrack]:
         """Go back to where a banned string begins, and keep its first token from coming there again."""

@@ -54,11 +54,11 @@ class Scripted:
 
 
 @functools.cache
-def sectioned(template: str = TOOL_TEMPLATE, markers: tuple[str, ...] = MARKERS) -> Model:
-    """A tiny llama whose vocabulary has these markers as tokens of their own, from id 307 on."""
+def sectioned(template: str = TOOL_TEMPLATE, markers: tuple[str, ...] = MARKERS, kind: str = "llama") -> Model:
+    """A tiny model whose vocabulary has these markers as tokens of their own, from id 307 on."""
     root = Path(tempfile.mkdtemp(prefix="mlxgen-sections-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
-    make("llama", root, config={"vocab_size": VOCAB_SIZE + len(markers)})
+    make(kind, root, config={"vocab_size": VOCAB_SIZE + len(markers)})
     tokenizer = build_tokenizer()
     tokenizer.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in markers])
     wrapped = PreTrainedTokenizerFast(
