@@ -50,7 +50,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from references import prompts  # noqa: E402
 from references.cases import VIDEOS, picture, video  # noqa: E402
-from references.tiny_checkpoints import Family, weight_sum, write_checkpoint  # noqa: E402
+from references.tiny_checkpoints import Family, llava_processor, weight_sum, write_checkpoint  # noqa: E402
 from references.tiny_families import FAMILIES  # noqa: E402
 
 NUM_TOKENS = 24
@@ -73,11 +73,17 @@ import transformers  # noqa: E402
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil  # noqa: E402
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil  # noqa: E402
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil  # noqa: E402
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil  # noqa: E402
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil  # noqa: E402
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (  # noqa: E402
+    LlavaOnevisionImageProcessorPil,
+)
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import (  # noqa: E402
     PaddleOCRVLImageProcessorPil,
 )
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil  # noqa: E402
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil  # noqa: E402
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil  # noqa: E402
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil  # noqa: E402
 from transformers.video_processing_utils import BaseVideoProcessor  # noqa: E402
 
@@ -130,6 +136,16 @@ def processor_of(folder: Path, family: Family) -> Any:
         return makers.get(family.kind, transformers.Qwen3VLProcessor)(pictures, tokenizer, films)
     if family.kind == "paddleocr_vl":
         return transformers.PaddleOCRVLProcessor(PaddleOCRVLImageProcessorPil(**image), tokenizer)
+    if family.kind.startswith("llava"):
+        makers = {"llava": transformers.LlavaProcessor, "llava_next": transformers.LlavaNextProcessor}
+        maker = makers.get(family.kind, transformers.LlavaOnevisionProcessor)
+        pil = {"llava": LlavaImageProcessorPil, "llava_next": LlavaNextImageProcessorPil}
+        pictures = pil.get(family.kind, LlavaOnevisionImageProcessorPil)(**image)
+        films = {"video_processor": transformers.LlavaOnevisionVideoProcessor(**video)} if family.video else {}
+        return maker(image_processor=pictures, tokenizer=tokenizer, **films, **llava_processor(family))
+    if family.kind == "paligemma":
+        tokenizer.bos_token = "<bos>"
+        return transformers.PaliGemmaProcessor(SiglipImageProcessorPil(**image), tokenizer)
     if family.kind == "mistral3":
         sizes = {"patch_size": family.vision["patch_size"], "spatial_merge_size": family.top["spatial_merge_size"]}
         return transformers.PixtralProcessor(PixtralImageProcessorPil(**image), tokenizer, **sizes)
@@ -187,7 +203,7 @@ def process(family: Family, processor: Any, name: str) -> dict[str, Any]:
         # Gemma3Processor has defaults of its own, which win over its image processor's settings.
         arguments |= {key: value for key, value in family.image.items() if "pan_and_scan" in key}
     made = processor(text=[text], return_tensors="pt", add_special_tokens=False, **arguments)
-    not_for_the_model = ("rows", "cols", "num_crops", "video_metadata")
+    not_for_the_model = ("rows", "cols", "num_crops", "video_metadata", "labels")
     return {key: value for key, value in made.items() if key not in not_for_the_model}
 
 
@@ -274,7 +290,8 @@ def greedy(family: Family, model: Any, inputs: dict[str, Any], *, trained: bool)
             ("input_ids", tokens[-1]),
             ("attention_mask", 1),
             ("mm_token_type_ids", 0),
-            ("token_type_ids", 0),
+            # PaliGemma's 0 is the prompt, which attends in both directions; everyone else's is text.
+            ("token_type_ids", 1 if family.kind == "paligemma" else 0),
         ):
             if key in given:
                 given[key] = torch.cat([given[key], torch.tensor([[value]], dtype=given[key].dtype)], dim=1)
@@ -291,6 +308,7 @@ def generated(model: Any, inputs: dict[str, Any]) -> list[int]:
 def media_tokens(family: Family) -> list[int]:
     words = {"<|image_pad|>", "<|video_pad|>", "<image_soft_token>", "<image>", "[IMG]", "<IMG_CONTEXT>"}
     words.add("<|IMAGE_PLACEHOLDER|>")
+    words |= {"<video>"} if family.kind == "llava_onevision" else set()
     return [family.token(word) for word in family.words if word in words]
 
 

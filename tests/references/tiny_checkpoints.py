@@ -64,6 +64,7 @@ TILE_WORDS = (
 )
 GRID_WORDS = ("<bos>", "[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
 PADDLE_WORDS = ("<|begin_of_sentence|>", "<|IMAGE_START|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_END|>")
+LLAVA_WORDS = ("<image>", "<video>")
 INTERN_WORDS = ("<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>", "<video>")
 
 
@@ -119,6 +120,10 @@ class Family:
             ids |= {f"vision_{end}_token_id": self.token(f"<|IMAGE_{end.upper()}|>") for end in ("start", "end")}
         elif self.kind == "mistral3":
             ids = {"image_token_index": self.token("[IMG]")}
+        elif self.kind == "paligemma":
+            ids = {"image_token_index": self.token("<image>")}
+        elif self.kind.startswith("llava"):
+            ids = {f"{name}_token_index": self.token(f"<{name}>") for name in ("image", "video")}
         else:
             word = "<IMG_CONTEXT>" if self.kind == "internvl" else "<image>"
             ids = {"image_token_id": self.token(word)}
@@ -151,6 +156,10 @@ _ARCHITECTURES = {
     "idefics3": "Idefics3ForConditionalGeneration",
     "smolvlm": "SmolVLMForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
+    "llava": "LlavaForConditionalGeneration",
+    "llava_next": "LlavaNextForConditionalGeneration",
+    "llava_onevision": "LlavaOnevisionForConditionalGeneration",
+    "paligemma": "PaliGemmaForConditionalGeneration",
     "internvl": "InternVLForConditionalGeneration",
     "paddleocr_vl": "PaddleOCRVLForConditionalGeneration",
 }
@@ -188,6 +197,8 @@ def draw_weights(family: Family) -> dict[str, np.ndarray]:
         elif len(shape) > 1:
             turned = ("experts" in name and family.kind == "qwen3_vl_moe") or "mm_input_projection" in name
             values *= 1.2 / np.sqrt(shape[-2] if turned else np.prod(shape[1:]) if "experts" not in name else shape[-1])
+        elif name == "image_newline":
+            values *= 0.5
         elif "lambda" in name:
             values = 0.5 + 0.1 * values
         elif name.endswith(("norm.weight", "ln_pre.weight")) or (
@@ -205,7 +216,7 @@ def draw_weights(family: Family) -> dict[str, np.ndarray]:
 
 
 def _norm_is_stored_less_one(kind: str, name: str) -> bool:
-    if kind == "gemma3":
+    if kind in ("gemma3", "paligemma"):
         return not name.startswith("vision_tower.")
     return kind.startswith("qwen3_5") and ".visual." not in name and ".linear_attn." not in name
 
@@ -243,7 +254,9 @@ def write_checkpoint(folder: Path, family: Family) -> dict[str, np.ndarray]:
         processor |= {"patch_size": family.vision["patch_size"], "spatial_merge_size": family.top["spatial_merge_size"]}
     elif family.kind == "internvl":
         processor["image_seq_length"] = family.top["image_seq_length"]
-    elif not family.kind.startswith(("qwen", "paddle")):
+    elif family.kind.startswith("llava"):
+        processor |= llava_processor(family)
+    elif not family.kind.startswith(("qwen", "paddle", "paligemma")):
         side = family.vision["image_size"] // family.vision["patch_size"] // family.top["scale_factor"]
         processor["image_seq_len"] = side * side
     files: dict[str, Any] = {
@@ -259,6 +272,18 @@ def write_checkpoint(folder: Path, family: Family) -> dict[str, np.ndarray]:
     return weights
 
 
+def llava_processor(family: Family) -> dict[str, Any]:
+    """What the processors of the LLaVA families are told of the model."""
+    strategy = family.top["vision_feature_select_strategy"]
+    if family.kind == "llava_onevision":
+        patches = (family.vision["image_size"] // family.vision["patch_size"]) ** 2
+        aspect_ratio = family.top["vision_aspect_ratio"]
+        own: dict[str, Any] = {"num_image_tokens": patches, "vision_aspect_ratio": aspect_ratio}
+    else:
+        own = {"patch_size": family.vision["patch_size"], "num_additional_image_tokens": 1}
+    return {"vision_feature_select_strategy": strategy, **own}
+
+
 _PROCESSORS = {
     "qwen2_vl": "Qwen2VLProcessor",
     "qwen2_5_vl": "Qwen2_5_VLProcessor",
@@ -270,6 +295,10 @@ _PROCESSORS = {
     "idefics3": "Idefics3Processor",
     "smolvlm": "SmolVLMProcessor",
     "mistral3": "PixtralProcessor",
+    "llava": "LlavaProcessor",
+    "llava_next": "LlavaNextProcessor",
+    "llava_onevision": "LlavaOnevisionProcessor",
+    "paligemma": "PaliGemmaProcessor",
     "internvl": "InternVLProcessor",
     "paddleocr_vl": "PaddleOCRVLProcessor",
 }

@@ -12,6 +12,7 @@ from references.tiny_checkpoints import (
     GEMMA_WORDS,
     GRID_WORDS,
     INTERN_WORDS,
+    LLAVA_WORDS,
     PADDLE_WORDS,
     QWEN_WORDS,
     TILE_WORDS,
@@ -374,6 +375,80 @@ def _paddleocr(seed: int) -> Family:
     )
 
 
+_LLAVA_TEXT = {
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "rope_theta": 70000.0,
+    "rms_norm_eps": 1e-5,
+}
+_LLAVA_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 60,
+    "patch_size": 12,
+}
+
+
+def _llava(kind: str, seed: int, text: str, image: dict[str, Any], **top: Any) -> Family:
+    """A tower of five patches a side: CLIP, read before its last block, or SigLIP, read behind it."""
+    newest = kind == "llava_onevision"
+    square = {**_STEPS, **(_HALF if newest else _CLIP), "resample": 3}
+    own = {"model_type": "siglip_vision_model", "vision_use_head": False} if newest else {"projection_dim": 32}
+    return Family(
+        kind=kind,
+        words=LLAVA_WORDS,
+        text={**_LLAVA_TEXT, "model_type": text, **({} if text == "qwen2" else {"sliding_window": None})},
+        vision={"model_type": "clip_vision_model", **_LLAVA_TOWER, **own},
+        image={**square, **image},
+        video={**square, "size": {"height": 60, "width": 60}, "do_sample_frames": False} if newest else None,
+        names={"image_token": "<image>", "video_token": "<video>"},
+        seed=seed,
+        top={
+            "vision_feature_layer": -1 if newest else -2,
+            "vision_feature_select_strategy": "full" if newest else "default",
+            "projector_hidden_act": "gelu",
+            "multimodal_projector_bias": True,
+            **top,
+        },
+    )
+
+
+_CROP = {"size": {"shortest_edge": 60}, "crop_size": {"height": 60, "width": 60}, "do_center_crop": True}
+_NEXT_GRIDS = [[60, 120], [120, 60], [120, 120], [180, 60], [60, 180]]
+_ONEVISION_GRIDS = [[60 * rows, 60 * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]
+
+
+def _paligemma(kind: str, seed: int) -> Family:
+    """PaliGemma 1 or 2, by its text model's type."""
+    text = {**_qwen_text(), "model_type": kind, "head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"}
+    if kind == "gemma2":
+        text |= {"query_pre_attn_scalar": 20, "attn_logit_softcapping": 40.0, "final_logit_softcapping": 20.0}
+    return Family(
+        kind="paligemma",
+        words=("<bos>", "<image>"),
+        text={key: value for key, value in text.items() if key != "hidden_act"},
+        vision={"model_type": "siglip_vision_model", "vision_use_head": False, **_LLAVA_TOWER},
+        image={
+            **_STEPS,
+            **_HALF,
+            "size": {"height": 60, "width": 60},
+            "resample": 3,
+            "image_seq_length": 25,
+            "image_processor_type": "SiglipImageProcessor",
+        },
+        video=None,
+        names={"image_token": "<image>"},
+        seed=seed,
+        top={"projection_dim": 64, "hidden_size": 64},
+        tied=True,
+    )
+
+
 FAMILIES: dict[str, Family] = {
     "qwen2_vl": _qwen_old(
         "qwen2_vl",
@@ -428,6 +503,25 @@ FAMILIES: dict[str, Family] = {
         pan_and_scan_max_num_crops=3,
         pan_and_scan_min_ratio_to_activate=1.3,
     ),
+    "llava": _llava("llava", 3, "llama", _CROP),
+    "llava_pad": _llava("llava", 1, "llama", {**_CROP, "do_pad": True}),
+    "llava_next": _llava(
+        "llava_next",
+        1,
+        "mistral",
+        {**_CROP, "image_grid_pinpoints": _NEXT_GRIDS},
+        image_grid_pinpoints=_NEXT_GRIDS,
+    ),
+    "llava_onevision": _llava(
+        "llava_onevision",
+        3,
+        "qwen2",
+        {"size": {"height": 60, "width": 60}, "image_grid_pinpoints": _ONEVISION_GRIDS},
+        image_grid_pinpoints=_ONEVISION_GRIDS,
+        vision_aspect_ratio="anyres_max_4",
+    ),
+    "paligemma": _paligemma("gemma", 1),
+    "paligemma2": _paligemma("gemma2", 1),
     "mistral3": _mistral3(1),
     "internvl": _internvl(3),
     "paddleocr_vl": _paddleocr(1),

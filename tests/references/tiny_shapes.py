@@ -39,6 +39,16 @@ def shapes(config: Config) -> Shapes:
         joined = vision["hidden_size"] * vision["spatial_merge_size"] ** 2
         found |= _norm("mlp_AR.pre_norm", vision["hidden_size"]) | _linear("mlp_AR.linear_1", joined, joined)
         found |= _linear("mlp_AR.linear_2", text["hidden_size"], joined)
+    elif kind.startswith("llava"):
+        found = _text(text, "language_model.model.", bias=text["model_type"] == "qwen2") | _llava(config)
+    elif kind == "paligemma":
+        found = _text(text, "language_model.model.")
+        for layer in _layers(text, "language_model.model.") if text["model_type"] == "gemma2" else ():
+            found |= {
+                f"{layer}.{name}_feedforward_layernorm.weight": (text["hidden_size"],) for name in ("pre", "post")
+            }
+        found |= _siglip(vision, "vision_tower.vision_model.")
+        found |= _linear("multi_modal_projector.linear", text["hidden_size"], vision["hidden_size"])
     elif kind in ("mistral3", "internvl"):
         norms = ("q_norm", "k_norm") if text["model_type"].startswith("qwen3") else ()
         found = _text(text, "language_model.model.", norms=norms)
@@ -48,7 +58,7 @@ def shapes(config: Config) -> Shapes:
         joined = vision["hidden_size"] * config["scale_factor"] ** 2
         found["model.connector.modality_projection.proj.weight"] = (text["hidden_size"], joined)
     if not config["tie_word_embeddings"]:
-        prefix = "language_model." if kind in ("mistral3", "internvl") else ""
+        prefix = "language_model." if kind in ("mistral3", "internvl") or kind.startswith("llava") else ""
         found[f"{prefix}lm_head.weight"] = (text["vocab_size"], text["hidden_size"])
     return found
 
@@ -205,6 +215,23 @@ def _siglip(vision: Config, prefix: str) -> Shapes:
             found |= _linear(f"{layer}.self_attn.{name}", width, width)
         found |= _linear(f"{layer}.mlp.fc1", size, width) | _linear(f"{layer}.mlp.fc2", width, size)
     return found | _norm(f"{prefix}post_layernorm", width)
+
+
+def _llava(config: Config) -> Shapes:
+    """CLIP's tower or SigLIP's, two layers, and the end of a line where there are tiles."""
+    vision, width = config["vision_config"], config["text_config"]["hidden_size"]
+    tower, size = "vision_tower.vision_model.", vision["hidden_size"]
+    found = _siglip(vision, tower)
+    if vision["model_type"] == "clip_vision_model":
+        found.pop(f"{tower}embeddings.patch_embedding.bias")
+        (positions, _) = found[f"{tower}embeddings.position_embedding.weight"]
+        found[f"{tower}embeddings.position_embedding.weight"] = (positions + 1, size)
+        found[f"{tower}embeddings.class_embedding"] = (size,)
+        found |= _norm(f"{tower}pre_layrnorm", size)
+    if config["model_type"] != "llava":
+        found["image_newline"] = (width,)
+    projector = "multi_modal_projector."
+    return found | _linear(f"{projector}linear_1", width, size) | _linear(f"{projector}linear_2", width, width)
 
 
 def _pixtral(config: Config) -> Shapes:
