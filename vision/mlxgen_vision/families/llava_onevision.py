@@ -255,6 +255,7 @@ class LlavaOnevisionFamily:
         encodes="a few blocks of the tower, for a few tiles or one frame",
         video=True,
         parity=(Parity("llava_onevision", VIDEO_CASES),),
+        note="with a second picture both are shown in another form than one alone, so the prompt is read again",
     )
 
     def load(self, path: Path, config: Mapping[str, Any], *, cancel: CancelToken = NEVER) -> LlavaOnevisionModel:

@@ -43,6 +43,7 @@ from mlxgen_vision.prefix import PrefixPass, PrefixSpan, prefix_spans
 from mlxgen_vision.preparation import Geometry, Pixels, prepare_image
 from mlxgen_vision.processors.paligemma import TEMPLATE, SquareSettings, expand
 from mlxgen_vision.spans import locate_runs, template_parts
+from mlxgen_vision.support import FamilySupport, Parity
 from mlxgen_vision.towers.activations import gelu_tanh
 from mlxgen_vision.towers.images import Readout, encode_images
 from mlxgen_vision.towers.siglip import SiglipConfig, SiglipTower, siglip_weights
@@ -213,6 +214,11 @@ class PaliGemmaFamily:
 
     name = "paligemma"
     model_types: tuple[str, ...] = ("paligemma",)
+    support = FamilySupport(
+        models="PaliGemma 1 and 2",
+        parity=(Parity("paligemma", ("img1", "img2")),),
+        note="other words to the same picture are another prompt from its first token on; no kv_bits",
+    )
     # The published tokenizers put <bos> in front of everything, where the models were trained with it behind the
     # pictures; and there is no chat template.
     tokenizer_config: Final[Mapping[str, Any]] = {"add_bos_token": False, "chat_template": TEMPLATE}
