@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -71,18 +71,20 @@ def _end_of_seen(inputs: PreparedInput | None, end: int) -> int:
 
 def _media_of(inputs: PreparedInput | None, start: int, end: int) -> str:
     """What of the media a pass over `[start, end)` sees. A picture counts whole, also where the pass has a part of it:
-    what the tokens of that part see came out of the whole picture."""
+    what the tokens of that part see came out of the whole picture. So does all that a family says of its spans, and
+    what else is in a range that attends in both directions."""
     if inputs is None:
         return ""
+    atomic = [pair for pair in inputs.atomic if pair[0] < end and pair[1] > start]
+    first, last = min([start, *(pair[0] for pair in atomic)]), max([end, *(pair[1] for pair in atomic)])
     spans = [
-        [span.start, span.end, span.row_start, span.row_end, inputs.media[span.medium].content_hash]
+        asdict(span) | {"medium": inputs.media[span.medium].content_hash}
         for span in inputs.spans
-        if span.start < end and span.end > start
+        if span.start < last and span.end > first
     ]
-    atomic = [list(pair) for pair in inputs.atomic if pair[0] < end and pair[1] > start]
     # Tokens behind the prompt have positions that count on from it.
     delta = inputs.rope_delta if end > len(inputs.token_ids) else None
-    return json.dumps([spans, atomic, delta])
+    return json.dumps([spans, atomic, delta], sort_keys=True)
 
 
 def passes_from_zero(entries: Sequence[tuple[str, int, int]], num_fed: int) -> list[tuple[int, int]] | None:
