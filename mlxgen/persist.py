@@ -196,10 +196,16 @@ class Keeper:
         self._behind = False  # finished units of media wait for the writer
         self._closed = False
 
-    def adopt(self, state: SessionState, cache: CacheExport, media: Mapping[int, tuple[int, int]]) -> None:
+    def adopt(
+        self,
+        state: SessionState,
+        cache: CacheExport,
+        media: Mapping[int, tuple[int, int]],
+        marks: Sequence[StateMark] = (),
+    ) -> None:
         """Take note of what a resumed snapshot's files hold already, so that only what is new gets written."""
         self._cache, self._media = cache, dict(media)
-        self._marks = {mark.position: mark for mark in state.sequence.marks}
+        self._marks = {mark.position: mark for mark in marks}
         self._keep = state.sequence.num_fed
         self._schedule(state, 0.0)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
+from mlxgen.cache import StateMark
 from mlxgen.cancellation import NEVER, CancelToken
 from mlxgen.decode import TokenIterator
 from mlxgen.errors import MlxgenError, ModelLoadError, NotResumableError, SnapshotError
@@ -72,7 +73,7 @@ def resume(
         session.state.reply_options = _reply_options(history, model, options)
         adopted = _restore(store, session, options, cancel)
         keeper = Keeper(store, options.policy, files=adopted.files)
-        keeper.adopt(session.state, adopted.cache, adopted.media)
+        keeper.adopt(session.state, adopted.cache, adopted.media, adopted.marks)
         session._attach(keeper)
         session.notes = tuple(store.notes) + _environment_notes(store)
         return session
@@ -162,6 +163,7 @@ class _Adopted:
     files: list[Any]
     cache: CacheExport
     media: dict[int, tuple[int, int]]
+    marks: tuple[StateMark, ...] = ()
 
 
 def _restore(store: SnapshotStore, session: Session, options: ResumeOptions, cancel: CancelToken) -> _Adopted:
@@ -206,10 +208,11 @@ def _restore_generation(store: SnapshotStore, session: Session, cancel: CancelTo
     sequence = session.sequence
     sequence.num_fed, sequence.passes.entries = state.position, list(state.passes)
     store.notes += restore_marks(store, sequence, list(manifest.body.get("marks", ())), cancel=cancel)
+    marks = tuple(sequence.marks)
     sequence.mark()  # a mark at the end itself would be a second copy of the state, and isn't in a file
     session.state.media = media
     counts = {index: (len(medium.frames), len(medium.features)) for index, medium in enumerate(media)}
-    return _Adopted(list(manifest.files), state, counts)
+    return _Adopted(list(manifest.files), state, counts, marks)
 
 
 def _check_state(state: CacheExport, pinned: History, model: Model) -> None:

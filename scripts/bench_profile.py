@@ -27,7 +27,7 @@ PARTS = {
     "iterator: the rest": "mlxgen.decode.TokenIterator.__next__",
     "session: history": "mlxgen.history.History.apply",
     "session: text and stop strings": "mlxgen.textstream.TextStream.feed",
-    "session: event": "mlxgen.reply.ReplyRun._show",
+    "session: event": "mlxgen.judge.Judge.judge",
     "autosave: journal record": "mlxgen.persist.Keeper.write",
     "autosave: is it time?": "mlxgen.persist.Keeper.tick",
 }

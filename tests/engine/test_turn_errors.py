@@ -102,17 +102,17 @@ def test_an_interrupt_between_going_back_and_its_record_changes_nothing(name, mo
     """The worst place: the sequence has the new prompt already, the history doesn't."""
     from mlxgen.state import SessionState
 
-    setup, real = SETUPS[name], SessionState.record
+    setup, real = SETUPS[name], SessionState.append
 
-    def interrupted(self, type_, data):
-        if type_ == "prompt":
+    def interrupted(self, *records):
+        if any(record.type == "prompt" for record in records):
             raise KeyboardInterrupt
-        return real(self, type_, data)
+        return real(self, *records)
 
     expected, session = new_session(setup), new_session(setup)
     for one in (expected, session):
         one.send("One two three four five", reply=greedy(4))
-    monkeypatch.setattr(SessionState, "record", interrupted)
+    monkeypatch.setattr(SessionState, "append", interrupted)
     with pytest.raises(KeyboardInterrupt):
         session.send("a longer one, with some more words in it", reply=greedy(4))
     monkeypatch.undo()
