@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mlxgen.decode import DecodeOptions, TokenIterator
     from mlxgen.engine import Engine
     from mlxgen.errors import (
+        BannedStringError,
         ContextLengthError,
         GrammarError,
         InvalidValueError,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         SessionBusyError,
         SnapshotError,
         SnapshotLockedError,
+        StopConditionError,
         TemplateError,
         UnsupportedError,
     )
@@ -60,6 +62,8 @@ _HOME = {
     "ImagePart": "mlxgen.request",
     "InputProgress": "mlxgen.events",
     "InvalidValueError": "mlxgen.errors",
+    "Backtrack": "mlxgen.events",
+    "BannedStringError": "mlxgen.errors",
     "Job": "mlxgen.job",
     "LoadOptions": "mlxgen.models",
     "LoadProgress": "mlxgen.models",
@@ -109,9 +113,12 @@ _HOME = {
 }
 
 __all__ = [
+    "StopConditionError": "mlxgen.errors",
+    "StopHit": "mlxgen.events",
     "NEVER",
     "AutosavePolicy",
     "CacheOptions",
+    "ToolCall": "mlxgen.events",
     "CancelToken",
     "Cancelled",
     "Constraint",
@@ -130,6 +137,8 @@ __all__ = [
     "LoadOptions",
     "LoadProgress",
     "LogitsProcessor",
+    "Backtrack",
+    "BannedStringError",
     "MediaError",
     "MediaOptions",
     "MediaSpan",
@@ -178,8 +187,11 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'mlxgen' has no attribute {name!r}")
+    "StopConditionError",
+    "StopHit",
     return getattr(import_module(home), name)
 
 
+    "ToolCall",
 def __dir__() -> list[str]:
     return sorted(__all__)

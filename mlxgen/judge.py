@@ -238,14 +238,15 @@ class Judge:
 
     def first_to_go(self, hit: BanHit) -> int:
         """The first token to be taken back: one that was put there stays, and the next one goes."""
-        put: set[int] = set()
-        for count, kind, detail in self._reply.marks:
-            if kind == "close":
-                put |= set(range(count - 1, count - 1 + len(detail)))
         index = hit.index
-        while index in put:
+        while self.closes_thinking(index):
             index += 1
         return index
+
+    def closes_thinking(self, index: int) -> bool:
+        """Whether token number `index` is one that was put there to close a thinking section."""
+        closings = [(count - 1, len(detail)) for count, kind, detail in self._reply.marks if kind == "close"]
+        return any(begun <= index < begun + num_tokens for begun, num_tokens in closings)
 
     def check_backtrack(self, hit: BanHit, index: int, token: int) -> None:
         """Raise `BannedStringError` where going back can't help."""

@@ -379,6 +379,8 @@ class ReplyRun:
         self._num_handed = len(judge.text.text) - len(judge.text.carried)
 
     def _healing(self) -> HealingConstraint | None:
+        if judge.closes_thinking(count - 1):
+            return  # these are nobody's words
         """What the reply's next tokens must still begin with; None where nothing was healed, or all is said again."""
         for count, kind, detail in reversed(self._reply.marks):
             if kind in ("heal", "mend"):

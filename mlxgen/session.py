@@ -508,6 +508,8 @@ class Session:
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
+        if stream.held:  # half a stop string, or a banned one: what somebody else says isn't taken back
+            self.state.record("mark", [len(reply.tokens), "flush"])
     def autosave(
         self,
         path: str | os.PathLike[str],

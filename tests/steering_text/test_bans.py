@@ -10,14 +10,15 @@ from harness import PROMPT, SETUPS, StopAt, counted, model, new_session
 from scripted import Heard, Talker, cut_everywhere, left_everywhere, says, says_with
 
 from mlxgen import judge as judge_module
-from mlxgen.constraints import BanConstraint
+from mlxgen.constraints import BanConstraint, Grammar
 from mlxgen.decode import DecodeOptions, TokenIterator
-from mlxgen.errors import BannedStringError, InvalidValueError, UnsupportedError
-from mlxgen.events import Backtrack, Token
+from mlxgen.errors import BannedStringError, InvalidValueError, MlxgenError, UnsupportedError
+from mlxgen.events import Backtrack, StopHit, Token
 from mlxgen.judge import Judge
 from mlxgen.options import ReplyOptions
 from mlxgen.resumption import ResumeOptions, resume
 from mlxgen.sampling import SamplingParams
+from mlxgen.session import Session
 from mlxgen.steeredtext import BanHit
 
 WORDS = "I can say the sea is on the hill and so on, at last"
@@ -361,3 +362,57 @@ def test_a_pass_stays_in_flight_while_nothing_is_masked() -> None:
         if isinstance(event, Token):
             seen.append((event.index, session.sequence.num_fed - session.history.reply.start))
     assert seen[:-1] == [(index, index + 1) for index in range(7)]
+
+
+def test_words_put_into_the_models_mouth_are_not_taken_back(tmp_path) -> None:
+    """They may end in half a banned string: what the model adds to it goes, they stay, and count as shown."""
+    talker = says_with("llama", "")
+    session, heard = talker.session(), Heard()
+    session.add("Say it.")
+    session.append_text("I can say th")
+    assert session.reply_text == "I can say th"
+    place = session.position
+    talker.forward.script = [0] * place + talker.encode("e sea is on")
+    heard.take(session.continue_(reply=plain(12, ban=("say the sea",))))
+    backs = heard.of(Backtrack)
+    assert backs
+    assert all(back.index >= place for back in backs)
+    assert session.reply_text == "I can say th" + heard.text
+    assert "say the sea" not in session.reply_text
+    with resume(session.save(tmp_path / "s.mlxgen"), options=ResumeOptions(model=talker.using)) as again:
+        assert again.reply_text == session.reply_text
+
+
+@pytest.mark.parametrize("ban", [(" a",), ("b",), ("or", " an")])
+def test_with_healing(ban) -> None:
+    """The prompt's last word is chosen anew; what may not be said of it isn't, and nothing of the prompt is shown."""
+    talker = says_with("llama", "x")
+    options = replace(talker.options, raw=True)
+    whole = Heard()
+    whole.take(Session(talker.using, options=options).stream("on the hill a", reply=plain(12, heal=True, ban=ban)))
+    assert whole.text == whole.finished.text
+    assert not any(string in whole.text for string in ban)
+    for cut in range(1, 16):
+        session, heard = Session(talker.using, options=options), Heard()
+        heard.take(session.stream("on the hill a", reply=plain(12, heal=True, ban=ban), cancel=StopAt(cut)))
+        if session.unfinished:
+            heard.take(session.continue_())
+        assert heard.outcome == whole.outcome
+
+
+def test_within_a_grammar(tmp_path) -> None:
+    """Both rule out: the reply still fits the grammar, says nothing banned, and ends by the grammar."""
+    pytest.importorskip("llguidance")
+    talker = says_with("llama", "the sea and the hill")
+    reply = ReplyOptions(max_tokens=40, grammar=Grammar.regex("the (sea|hill|an) and the (sea|hill|is)"), ban=("sea",))
+    heard = talker.run(reply)
+    assert heard.of(Backtrack)
+    assert heard.finished.text in [f"the {a} and the {b}" for a in ("hill", "an") for b in ("hill", "is")]
+    assert heard.finished.stop == StopHit("grammar", None, len(heard.ids) - 1, len(heard.finished.text))
+    cut_everywhere(talker, reply, every=2)
+    cut_everywhere(talker, reply, tmp_path, every=5)
+    only = ReplyOptions(max_tokens=40, grammar=Grammar.regex("the sea"), ban=("sea",))
+    session = talker.session()
+    with pytest.raises(MlxgenError):
+        session.send("Say it.", reply=only)
+    assert session.continue_(reply=plain(4)) is not None
