@@ -32,12 +32,27 @@ if TYPE_CHECKING:
         TemplateError,
         UnsupportedError,
     )
-    from mlxgen.events import Event, Finished, InputProgress, PrefillProgress, Token, TopLogprob, Usage
+    from mlxgen.events import (
+        Backtrack,
+        Event,
+        Finished,
+        InputProgress,
+        PrefillProgress,
+        Section,
+        SectionText,
+        StopHit,
+        Token,
+        ToolCall,
+        TopLogprob,
+        Usage,
+    )
+    from mlxgen.history import Mark
     from mlxgen.inputs import MediaSpan, PreparedInput, PreparedMedium, VisionFamily, VisionModel
     from mlxgen.job import Job
     from mlxgen.models import LoadOptions, LoadProgress, Model, load
     from mlxgen.options import ReplyOptions, SessionOptions
     from mlxgen.persist import AutosavePolicy
+    from mlxgen.positions import Score
     from mlxgen.prefixcache import PrefixCache, PrefixCacheInfo, PrefixCacheOptions, prefix_cache
     from mlxgen.preparation import PrepareRequest, prepare
     from mlxgen.request import ImagePart, MediaOptions, Message, VideoPart
@@ -47,6 +62,8 @@ if TYPE_CHECKING:
 
 _HOME = {
     "AutosavePolicy": "mlxgen.persist",
+    "Backtrack": "mlxgen.events",
+    "BannedStringError": "mlxgen.errors",
     "CacheOptions": "mlxgen.cache",
     "CancelToken": "mlxgen.cancellation",
     "Cancelled": "mlxgen.cancellation",
@@ -62,12 +79,11 @@ _HOME = {
     "ImagePart": "mlxgen.request",
     "InputProgress": "mlxgen.events",
     "InvalidValueError": "mlxgen.errors",
-    "Backtrack": "mlxgen.events",
-    "BannedStringError": "mlxgen.errors",
     "Job": "mlxgen.job",
     "LoadOptions": "mlxgen.models",
     "LoadProgress": "mlxgen.models",
     "LogitsProcessor": "mlxgen.sampling",
+    "Mark": "mlxgen.history",
     "MediaError": "mlxgen.errors",
     "MediaOptions": "mlxgen.request",
     "MediaSpan": "mlxgen.inputs",
@@ -89,14 +105,20 @@ _HOME = {
     "ReplyOptions": "mlxgen.options",
     "ResumeOptions": "mlxgen.resumption",
     "SamplingParams": "mlxgen.sampling",
+    "Score": "mlxgen.positions",
+    "Section": "mlxgen.events",
+    "SectionText": "mlxgen.events",
     "Session": "mlxgen.session",
     "SessionBusyError": "mlxgen.errors",
     "SessionOptions": "mlxgen.options",
     "SnapshotError": "mlxgen.errors",
     "SnapshotLockedError": "mlxgen.errors",
+    "StopConditionError": "mlxgen.errors",
+    "StopHit": "mlxgen.events",
     "TemplateError": "mlxgen.errors",
     "Token": "mlxgen.events",
     "TokenIterator": "mlxgen.decode",
+    "ToolCall": "mlxgen.events",
     "TopLogprob": "mlxgen.events",
     "UnsupportedError": "mlxgen.errors",
     "Usage": "mlxgen.events",
@@ -113,12 +135,11 @@ _HOME = {
 }
 
 __all__ = [
-    "StopConditionError": "mlxgen.errors",
-    "StopHit": "mlxgen.events",
     "NEVER",
     "AutosavePolicy",
+    "Backtrack",
+    "BannedStringError",
     "CacheOptions",
-    "ToolCall": "mlxgen.events",
     "CancelToken",
     "Cancelled",
     "Constraint",
@@ -137,8 +158,7 @@ __all__ = [
     "LoadOptions",
     "LoadProgress",
     "LogitsProcessor",
-    "Backtrack",
-    "BannedStringError",
+    "Mark",
     "MediaError",
     "MediaOptions",
     "MediaSpan",
@@ -159,14 +179,20 @@ __all__ = [
     "ReplyOptions",
     "ResumeOptions",
     "SamplingParams",
+    "Score",
+    "Section",
+    "SectionText",
     "Session",
     "SessionBusyError",
     "SessionOptions",
     "SnapshotError",
     "SnapshotLockedError",
+    "StopConditionError",
+    "StopHit",
     "TemplateError",
     "Token",
     "TokenIterator",
+    "ToolCall",
     "TopLogprob",
     "UnsupportedError",
     "Usage",
@@ -187,11 +213,8 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'mlxgen' has no attribute {name!r}")
-    "StopConditionError",
-    "StopHit",
     return getattr(import_module(home), name)
 
 
-    "ToolCall",
 def __dir__() -> list[str]:
     return sorted(__all__)
