@@ -11,6 +11,8 @@ _WRAP: Final = {
     "gemma3": ("<bos><start_of_turn>user\n", "<end_of_turn>\n<start_of_turn>model\n"),
     "tiled": ("<|im_start|>User:", "<end_of_utterance>\nAssistant:"),
     "paddleocr_vl": ("<|begin_of_sentence|>User: ", "\nAssistant: "),
+    "gemma4": ("<bos><|turn>user\n", "<turn|>\n<|turn>model\n"),
+    "lfm2_vl": ("<|startoftext|><|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"),
     "mistral3": ("<bos>[INST]", "[/INST]"),
     "llava": ("USER: ", " ASSISTANT:"),
     "paligemma": ("", ""),  # what goes around it is the processor's
@@ -26,6 +28,9 @@ _PLACEHOLDER: Final = {
     ("llava", "image"): "<image>\n",
     ("llava", "video"): "<video>\n",
     ("paligemma", "image"): "<image>",
+    ("gemma4", "image"): "<|image|>",
+    ("gemma4", "video"): "<|video|>",
+    ("lfm2_vl", "image"): "<image>",
     ("paddleocr_vl", "image"): "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
     ("internvl", "image"): "<IMG_CONTEXT>\n",
     ("internvl", "video"): "<video>\n",
@@ -36,15 +41,20 @@ def style(kind: str) -> str:
     for family in ("qwen", "llava"):
         if kind.startswith(family):
             return family
-    return kind if kind in ("paligemma", "gemma3", "mistral3", "internvl", "paddleocr_vl") else "tiled"
+    return (
+        kind
+        if kind in ("paligemma", "gemma3", "gemma4", "lfm2_vl", "mistral3", "internvl", "paddleocr_vl")
+        else "tiled"
+    )
 
 
 def case_names(kind: str) -> list[str]:
     """The cases a family takes: those with video only where it takes videos, and what transformers can compute."""
-    films = kind.startswith("qwen") or kind in ("smolvlm", "internvl", "llava_onevision")
+    films = kind.startswith("qwen") or kind in ("smolvlm", "internvl", "gemma4", "llava_onevision")
     # transformers fails on Mistral 3's pictures of a single token, on LLaVA-OneVision's videos of different lengths,
-    # and on PaliGemma without a picture.
+    # on PaliGemma without a picture, and on pictures too long for LFM2-VL's token budget.
     failing = [("mistral3", "tiny"), ("llava_onevision", "videos"), ("paligemma", "text")]
+    failing += [("lfm2_vl", name) for name in ("thin", "ribbon", "column")]
     names = [name for name in CASES if (kind, name) not in failing]
     return [name for name in names if films or not any(piece[0] == "video" for piece in media(name))]
 

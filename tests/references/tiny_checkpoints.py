@@ -63,6 +63,15 @@ TILE_WORDS = (
     *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
 )
 GRID_WORDS = ("<bos>", "[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
+GEMMA4_WORDS = (
+    *("<bos>", "<|turn>", "<turn|>", "<|image>", "<|image|>", "<image|>", "<|video|>"),
+    *("<|audio>", "<|audio|>", "<audio|>"),
+)
+LFM2_WORDS = (
+    *("<|startoftext|>", "<|im_start|>", "<|im_end|>", "<image>"),
+    *("<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"),
+    *(f"<|img_row_{row}_col_{column}|>" for row in range(1, 7) for column in range(1, 7)),
+)
 PADDLE_WORDS = ("<|begin_of_sentence|>", "<|IMAGE_START|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_END|>")
 LLAVA_WORDS = ("<image>", "<video>")
 INTERN_WORDS = ("<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>", "<video>")
@@ -118,6 +127,10 @@ class Family:
         elif self.kind == "paddleocr_vl":
             ids = {"image_token_id": self.token("<|IMAGE_PLACEHOLDER|>")}
             ids |= {f"vision_{end}_token_id": self.token(f"<|IMAGE_{end.upper()}|>") for end in ("start", "end")}
+        elif self.kind == "gemma4":
+            words = {"image": "<|image|>", "video": "<|video|>", "audio": "<|audio|>"}
+            words |= {"boi": "<|image>", "eoi": "<image|>", "boa": "<|audio>"}
+            ids = {f"{name}_token_id": self.token(word) for name, word in words.items()}
         elif self.kind == "mistral3":
             ids = {"image_token_index": self.token("[IMG]")}
         elif self.kind == "paligemma":
@@ -141,7 +154,7 @@ class Family:
     def silent_tokens(self) -> list[int]:
         """The tokens whose logit is always zero."""
         words = {EOS, PAD, "<|image_pad|>", "<|video_pad|>", "<image_soft_token>", "<image>", "<video>"}
-        words |= {"[IMG]", "<IMG_CONTEXT>", "<|IMAGE_PLACEHOLDER|>"}
+        words |= {"[IMG]", "<IMG_CONTEXT>", "<|IMAGE_PLACEHOLDER|>", "<|image|>", "<|audio|>", "<|video|>"}
         return sorted(self.token(word) for word in words & {EOS, PAD, *self.words})
 
 
@@ -161,6 +174,8 @@ _ARCHITECTURES = {
     "llava_onevision": "LlavaOnevisionForConditionalGeneration",
     "paligemma": "PaliGemmaForConditionalGeneration",
     "internvl": "InternVLForConditionalGeneration",
+    "gemma4": "Gemma4ForConditionalGeneration",
+    "lfm2_vl": "Lfm2VlForConditionalGeneration",
     "paddleocr_vl": "PaddleOCRVLForConditionalGeneration",
 }
 
@@ -189,7 +204,13 @@ def draw_weights(family: Family) -> dict[str, np.ndarray]:
     for name, shape in shapes(family.config()).items():
         stream = np.random.RandomState(zlib.crc32(f"{family.seed} {name}".encode()))
         values = stream.standard_normal(shape)
-        if "embed_tokens" in name:
+        if name.endswith(("_min", "_max")):
+            values = np.array(-1.5 if name.endswith("_min") else 1.5)  # some values are beyond
+        elif name.endswith(("layer_scalar", "std_scale", "router.scale", "per_expert_scale")):
+            values = 1.0 + 0.1 * values
+        elif "embed_tokens_per_layer" in name:
+            values *= 0.5
+        elif "embed_tokens" in name:
             # A tied table has to be small, or every token's likeliest successor is itself.
             values *= 0.04 if family.tied else 0.5
         elif "pos_embed" in name or "position_embedding" in name:
@@ -256,7 +277,7 @@ def write_checkpoint(folder: Path, family: Family) -> dict[str, np.ndarray]:
         processor["image_seq_length"] = family.top["image_seq_length"]
     elif family.kind.startswith("llava"):
         processor |= llava_processor(family)
-    elif not family.kind.startswith(("qwen", "paddle", "paligemma")):
+    elif not family.kind.startswith(("qwen", "paddle", "gemma4", "lfm2", "paligemma")):
         side = family.vision["image_size"] // family.vision["patch_size"] // family.top["scale_factor"]
         processor["image_seq_len"] = side * side
     files: dict[str, Any] = {
@@ -300,5 +321,7 @@ _PROCESSORS = {
     "llava_onevision": "LlavaOnevisionProcessor",
     "paligemma": "PaliGemmaProcessor",
     "internvl": "InternVLProcessor",
+    "gemma4": "Gemma4Processor",
+    "lfm2_vl": "Lfm2VlProcessor",
     "paddleocr_vl": "PaddleOCRVLProcessor",
 }

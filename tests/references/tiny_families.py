@@ -8,30 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from references import tiny_any_shape
 from references.tiny_checkpoints import (
     GEMMA_WORDS,
     GRID_WORDS,
     INTERN_WORDS,
     LLAVA_WORDS,
-    PADDLE_WORDS,
     QWEN_WORDS,
     TILE_WORDS,
     Family,
 )
-
-_CLIP = {
-    "image_mean": [0.48145466, 0.4578275, 0.40821073],
-    "image_std": [0.26862954, 0.26130258, 0.27577711],
-}
-_IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
-_HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
-_STEPS = {
-    "do_resize": True,
-    "do_rescale": True,
-    "rescale_factor": 1 / 255,
-    "do_normalize": True,
-    "do_convert_rgb": True,
-}
+from references.tiny_settings import CLIP, HALF, IMAGENET, STEPS, qwen_processor, qwen_text
 
 _QWEN_NAMES = {
     "image_token": "<|image_pad|>",
@@ -50,43 +37,16 @@ _TILE_NAMES = {
 }
 
 
-def _qwen_text(**more: Any) -> dict[str, Any]:
-    return {
-        "hidden_size": 64,
-        "intermediate_size": 80,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        **more,
-    }
-
-
-def _qwen_processor(patch: int, smallest: int, largest: int, statistics: dict[str, Any]) -> dict[str, Any]:
-    """`smallest` and `largest` in tokens."""
-    block = (2 * patch) ** 2
-    return {
-        **_STEPS,
-        **statistics,
-        "patch_size": patch,
-        "merge_size": 2,
-        "temporal_patch_size": 2,
-        "resample": 3,
-        "size": {"shortest_edge": smallest * block, "longest_edge": largest * block},
-    }
-
-
 def _qwen_old(kind: str, seed: int, text: dict[str, Any], vision: dict[str, Any]) -> Family:
     """Qwen2-VL and Qwen2.5-VL: patches of 14 pixels, a video's budget per frame."""
     rope = {"type": "mrope", "mrope_section": [2, 3, 3]}
     return Family(
         kind=kind,
         words=QWEN_WORDS,
-        text=_qwen_text(rope_theta=20000.0, rope_scaling=rope, **text),
+        text=qwen_text(rope_theta=20000.0, rope_scaling=rope, **text),
         vision={"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, **vision},
-        image=_qwen_processor(14, 4, 24, _CLIP) | {"image_processor_type": "Qwen2VLImageProcessor"},
-        video=_qwen_processor(14, 4, 12, _CLIP)
+        image=qwen_processor(14, 4, 24, CLIP) | {"image_processor_type": "Qwen2VLImageProcessor"},
+        video=qwen_processor(14, 4, 12, CLIP)
         | {"video_processor_type": "Qwen2VLVideoProcessor", "max_video_tokens": 60},
         names=_QWEN_NAMES,
         seed=seed,
@@ -113,8 +73,8 @@ def _qwen_new(kind: str, seed: int, text: dict[str, Any], deepstack: list[int], 
         words=QWEN_WORDS,
         text=text,
         vision=vision,
-        image=_qwen_processor(16, 4, 24, _HALF) | {"image_processor_type": "Qwen2VLImageProcessor"},
-        video=_qwen_processor(16, 6, 48, _HALF)
+        image=qwen_processor(16, 4, 24, HALF) | {"image_processor_type": "Qwen2VLImageProcessor"},
+        video=qwen_processor(16, 6, 48, HALF)
         | {"video_processor_type": "Qwen3VLVideoProcessor", "max_video_tokens": 10},
         names=_QWEN_NAMES,
         seed=seed,
@@ -179,8 +139,8 @@ def _gemma3(seed: int, **image: Any) -> Family:
             "vision_use_head": False,
         },
         image={
-            **_STEPS,
-            **_HALF,
+            **STEPS,
+            **HALF,
             "size": {"height": 96, "width": 96},
             "resample": 2,
             "image_processor_type": "Gemma3ImageProcessor",
@@ -222,8 +182,8 @@ def _tiled(kind: str, seed: int, *, scale: int, edge: int, video: dict[str, Any]
             "patch_size": 8,
         },
         image={
-            **_STEPS,
-            **_HALF,
+            **STEPS,
+            **HALF,
             "do_image_splitting": True,
             "do_pad": True,
             "resample": 1,
@@ -279,8 +239,8 @@ def _mistral3(seed: int) -> Family:
             "rope_parameters": {"rope_type": "axial", "rope_theta": 3000.0},
         },
         image={
-            **_STEPS,
-            **_CLIP,
+            **STEPS,
+            **CLIP,
             "do_pad": True,
             "resample": 3,
             "size": {"longest_edge": 300},
@@ -296,7 +256,7 @@ def _mistral3(seed: int) -> Family:
 
 def _internvl(seed: int) -> Family:
     """With the 6B tower's kind of norms, and a mixture of experts."""
-    square = {**_STEPS, **_IMAGENET, "resample": 3, "size": {"height": 48, "width": 48}}
+    square = {**STEPS, **IMAGENET, "resample": 3, "size": {"height": 48, "width": 48}}
     return Family(
         kind="internvl",
         words=INTERN_WORDS,
@@ -347,34 +307,6 @@ def _internvl(seed: int) -> Family:
     )
 
 
-def _paddleocr(seed: int) -> Family:
-    """PaddleOCR-VL: Qwen2-VL's budget and positions, SigLIP's tower, no merging over time."""
-    rope = {"rope_type": "default", "type": "default", "mrope_section": [2, 3, 3]}
-    return Family(
-        kind="paddleocr_vl",
-        words=PADDLE_WORDS,
-        text=_qwen_text(
-            model_type="paddleocr_vl_text", head_dim=16, rope_theta=20000.0, rope_scaling=rope, use_bias=False
-        ),
-        vision={
-            "model_type": "paddleocr_vl_vision",
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 2,
-            "image_size": 98,
-            "patch_size": 14,
-            "spatial_merge_size": 2,
-            "hidden_act": "gelu_pytorch_tanh",
-        },
-        image=_qwen_processor(14, 4, 24, _CLIP)
-        | {"image_processor_type": "PaddleOCRVLImageProcessor", "temporal_patch_size": 1},
-        video=None,
-        names={"image_token": "<|IMAGE_PLACEHOLDER|>"},
-        seed=seed,
-    )
-
-
 _LLAVA_TEXT = {
     "hidden_size": 48,
     "intermediate_size": 64,
@@ -397,7 +329,7 @@ _LLAVA_TOWER = {
 def _llava(kind: str, seed: int, text: str, image: dict[str, Any], **top: Any) -> Family:
     """A tower of five patches a side: CLIP, read before its last block, or SigLIP, read behind it."""
     newest = kind == "llava_onevision"
-    square = {**_STEPS, **(_HALF if newest else _CLIP), "resample": 3}
+    square = {**STEPS, **(HALF if newest else CLIP), "resample": 3}
     own = {"model_type": "siglip_vision_model", "vision_use_head": False} if newest else {"projection_dim": 32}
     return Family(
         kind=kind,
@@ -425,7 +357,7 @@ _ONEVISION_GRIDS = [[60 * rows, 60 * columns] for rows in (1, 2, 3) for columns 
 
 def _paligemma(kind: str, seed: int) -> Family:
     """PaliGemma 1 or 2, by its text model's type."""
-    text = {**_qwen_text(), "model_type": kind, "head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"}
+    text = {**qwen_text(), "model_type": kind, "head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"}
     if kind == "gemma2":
         text |= {"query_pre_attn_scalar": 20, "attn_logit_softcapping": 40.0, "final_logit_softcapping": 20.0}
     return Family(
@@ -434,8 +366,8 @@ def _paligemma(kind: str, seed: int) -> Family:
         text={key: value for key, value in text.items() if key != "hidden_act"},
         vision={"model_type": "siglip_vision_model", "vision_use_head": False, **_LLAVA_TOWER},
         image={
-            **_STEPS,
-            **_HALF,
+            **STEPS,
+            **HALF,
             "size": {"height": 60, "width": 60},
             "resample": 3,
             "image_seq_length": 25,
@@ -471,20 +403,18 @@ FAMILIES: dict[str, Family] = {
             "tokens_per_second": 4,
         },
     ),
-    "qwen3_vl": _qwen_new("qwen3_vl", 12, _qwen_text(model_type="qwen3_vl_text", **_QWEN3_ROPE), [0, 2], tied=True),
+    "qwen3_vl": _qwen_new("qwen3_vl", 12, qwen_text(model_type="qwen3_vl_text", **_QWEN3_ROPE), [0, 2], tied=True),
     "qwen3_vl_moe": _qwen_new(
         "qwen3_vl_moe",
         4,
-        _qwen_text(
-            model_type="qwen3_vl_moe_text", decoder_sparse_step=1, mlp_only_layers=[], **_QWEN3_ROPE, **_EXPERTS
-        ),
+        qwen_text(model_type="qwen3_vl_moe_text", decoder_sparse_step=1, mlp_only_layers=[], **_QWEN3_ROPE, **_EXPERTS),
         [0, 1, 2],
     ),
-    "qwen3_5": _qwen_new("qwen3_5", 2, _qwen_text(model_type="qwen3_5_text", **_HYBRID), []),
+    "qwen3_5": _qwen_new("qwen3_5", 2, qwen_text(model_type="qwen3_5_text", **_HYBRID), []),
     "qwen3_5_moe": _qwen_new(
         "qwen3_5_moe",
         6,
-        _qwen_text(model_type="qwen3_5_moe_text", shared_expert_intermediate_size=28, **_HYBRID, **_EXPERTS),
+        qwen_text(model_type="qwen3_5_moe_text", shared_expert_intermediate_size=28, **_HYBRID, **_EXPERTS),
         [],
     ),
     "idefics3": _tiled("idefics3", 1, scale=2, edge=192, video={}),
@@ -524,5 +454,5 @@ FAMILIES: dict[str, Family] = {
     "paligemma2": _paligemma("gemma2", 1),
     "mistral3": _mistral3(1),
     "internvl": _internvl(3),
-    "paddleocr_vl": _paddleocr(1),
+    **tiny_any_shape.FAMILIES,
 }

@@ -34,6 +34,15 @@ def shapes(config: Config) -> Shapes:
         found |= _siglip(vision, "vision_tower.vision_model.")
         found["multi_modal_projector.mm_input_projection_weight"] = (vision["hidden_size"], text["hidden_size"])
         found["multi_modal_projector.mm_soft_emb_norm.weight"] = (vision["hidden_size"],)
+    elif kind == "gemma4":
+        found = _gemma4_text(text, "model.language_model.") | _gemma4_tower(vision, "model.vision_tower.")
+        found["model.embed_vision.embedding_projection.weight"] = (text["hidden_size"], vision["hidden_size"])
+    elif kind == "lfm2_vl":
+        found = _lfm2_text(text, "model.language_model.") | _siglip2(vision, "model.vision_tower.vision_model.")
+        joined, size = vision["hidden_size"] * config["downsample_factor"] ** 2, config["projector_hidden_size"]
+        projector = "model.multi_modal_projector."
+        found |= _norm(f"{projector}layer_norm", joined) | _linear(f"{projector}linear_1", size, joined)
+        found |= _linear(f"{projector}linear_2", text["hidden_size"], size)
     elif kind == "paddleocr_vl":
         found = _text(text, "model.") | _siglip(vision, "visual.vision_model.")
         joined = vision["hidden_size"] * vision["spatial_merge_size"] ** 2
@@ -198,6 +207,110 @@ def _qwen_tower(kind: str, vision: Config, prefix: str, text_width: int) -> Shap
     for merger, normed in mergers.items():
         found |= _norm(f"{merger}.norm", normed)
         found |= _linear(f"{merger}.linear_fc1", merged, merged) | _linear(f"{merger}.linear_fc2", text_width, merged)
+    return found
+
+
+def _gemma4_text(text: Config, prefix: str) -> Shapes:
+    """Gemma 4: norms before and after, a factor to each layer, experts or per-layer inputs in some sizes."""
+    width, extra = text["hidden_size"], text["hidden_size_per_layer_input"]
+    found: Shapes = {f"{prefix}embed_tokens.weight": (text["vocab_size"], width), f"{prefix}norm.weight": (width,)}
+    first_shared = text["num_hidden_layers"] - text["num_kv_shared_layers"]
+    for number, layer in enumerate(_layers(text, prefix)):
+        full, shared = text["layer_types"][number] == "full_attention", number >= first_shared
+        head = text["global_head_dim"] if full else text["head_dim"]
+        same = full and text["attention_k_eq_v"]
+        keys = text["num_global_key_value_heads"] if same else text["num_key_value_heads"]
+        shape = {**text, "head_dim": head, "num_key_value_heads": keys}
+        attention = _attention(shape, layer) | {f"{layer}.self_attn.{which}_norm.weight": (head,) for which in "qk"}
+        gone = [f".{name}" for name in ("k_proj", "v_proj", "k_norm") if shared or (same and name == "v_proj")]
+        found |= {name: size for name, size in attention.items() if not any(part in name for part in gone)}
+        wide = 2 if shared and text["use_double_wide_mlp"] else 1
+        found |= _dense(f"{layer}.mlp", wide * text["intermediate_size"], width)
+        norms = ["input", "post_attention", "pre_feedforward", "post_feedforward"]
+        found |= {f"{layer}.{name}_layernorm.weight": (width,) for name in norms}
+        found[f"{layer}.layer_scalar"] = (1,)
+        if text["enable_moe_block"]:
+            experts, size = text["num_experts"], text["moe_intermediate_size"]
+            inner = ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2")
+            found |= {f"{layer}.{name}.weight": (width,) for name in inner}
+            found |= {f"{layer}.router.proj.weight": (experts, width), f"{layer}.router.scale": (width,)}
+            found |= {
+                f"{layer}.router.per_expert_scale": (experts,),
+                f"{layer}.experts.gate_up_proj": (experts, 2 * size, width),
+                f"{layer}.experts.down_proj": (experts, width, size),
+            }
+        if extra:
+            found |= {
+                f"{layer}.per_layer_input_gate.weight": (extra, width),
+                f"{layer}.per_layer_projection.weight": (width, extra),
+                f"{layer}.post_per_layer_input_norm.weight": (width,),
+            }
+    if extra:
+        packed = text["num_hidden_layers"] * extra
+        found[f"{prefix}embed_tokens_per_layer.weight"] = (text["vocab_size_per_layer_input"], packed)
+        found[f"{prefix}per_layer_model_projection.weight"] = (packed, width)
+        found[f"{prefix}per_layer_projection_norm.weight"] = (extra,)
+    return found
+
+
+def _gemma4_tower(vision: Config, prefix: str) -> Shapes:
+    width, size, head = vision["hidden_size"], vision["intermediate_size"], vision["head_dim"]
+    found: Shapes = {
+        f"{prefix}patch_embedder.input_proj.weight": (width, 3 * vision["patch_size"] ** 2),
+        f"{prefix}patch_embedder.position_embedding_table": (2, vision["position_embedding_size"], width),
+    }
+    for number in range(vision["num_hidden_layers"]):
+        layer = f"{prefix}encoder.layers.{number}"
+        norms = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+        found |= {f"{layer}.{name}_layernorm.weight": (width,) for name in norms}
+        found |= {f"{layer}.self_attn.{which}_norm.weight": (head,) for which in "qk"}
+        queries, keys = vision["num_attention_heads"] * head, vision["num_key_value_heads"] * head
+        matrices = {
+            "self_attn.q_proj": (queries, width),
+            "self_attn.k_proj": (keys, width),
+            "self_attn.v_proj": (keys, width),
+            "self_attn.o_proj": (width, queries),
+            "mlp.gate_proj": (size, width),
+            "mlp.up_proj": (size, width),
+            "mlp.down_proj": (width, size),
+        }
+        found |= {f"{layer}.{name}.linear.weight": shape for name, shape in matrices.items()}
+        if vision["use_clipped_linears"]:
+            bounds = ("input_min", "input_max", "output_min", "output_max")
+            found |= {f"{layer}.{name}.{bound}": () for name in matrices for bound in bounds}
+    if vision["standardize"]:
+        found |= {f"{prefix}std_bias": (width,), f"{prefix}std_scale": (width,)}
+    return found
+
+
+def _lfm2_text(text: Config, prefix: str) -> Shapes:
+    """LFM2: short convolutions, and attention in some layers."""
+    width, head = text["hidden_size"], _head_dim(text)
+    found: Shapes = {f"{prefix}embed_tokens.weight": (text["vocab_size"], width)}
+    found[f"{prefix}embedding_norm.weight"] = (width,)
+    for number, layer in enumerate(_layers(text, prefix)):
+        found |= {f"{layer}.{name}_norm.weight": (width,) for name in ("operator", "ffn")}
+        size = text["block_ff_dim"]
+        found |= {f"{layer}.feed_forward.{name}.weight": (size, width) for name in ("w1", "w3")}
+        found[f"{layer}.feed_forward.w2.weight"] = (width, size)
+        if number in text["full_attn_idxs"]:
+            attention = _attention(text, layer)
+            found |= {name.replace("o_proj", "out_proj"): shape for name, shape in attention.items()}
+            found |= {f"{layer}.self_attn.{which}_layernorm.weight": (head,) for which in "qk"}
+            continue
+        found |= {
+            f"{layer}.conv.conv.weight": (width, 1, text["conv_L_cache"]),
+            f"{layer}.conv.in_proj.weight": (3 * width, width),
+            f"{layer}.conv.out_proj.weight": (width, width),
+        }
+    return found
+
+
+def _siglip2(vision: Config, prefix: str) -> Shapes:
+    """SigLIP for pictures of any shape: the patch convolution is a matrix."""
+    side, patch = int(vision["num_patches"] ** 0.5), vision["patch_size"]
+    found = _siglip({**vision, "image_size": side * patch}, prefix)
+    found[f"{prefix}embeddings.patch_embedding.weight"] = (vision["hidden_size"], 3 * patch**2)
     return found
 
 
