@@ -15,14 +15,14 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlxgen.cancellation import NEVER, CancelToken
-from mlxgen.errors import ModelLoadError
+from mlxgen.errors import ModelLoadError, UnsupportedError
 from mlxgen.inputs import VisionFamily, VisionModel
 from mlxgen.models import config as model_config
 from mlxgen.models import smollm2
 from mlxgen.models.adapter import adapter_folder, apply_adapter
 from mlxgen.models.bundled import bundled_models
 from mlxgen.models.checkpoint import TensorInfo, checked_tensors, has_vision_weights, weight_files
-from mlxgen.models.families import text_model_types, vision_families
+from mlxgen.models.families import installed_families, text_model_types, vision_families
 from mlxgen.models.fingerprint import fingerprint_parts, stamp_files
 from mlxgen.models.foreign import foreign_errors
 from mlxgen.models.hub import HubRequest, LoadProgress, OnProgress, fetch
@@ -84,8 +84,8 @@ def load(
     cancel.checkpoint()
     vision: VisionModel | None = None
     if family is not None:
-        with foreign_errors(f"{folder} can't be loaded by the vision family {family.name!r}"):
-            vision = family.load(folder, config, cancel=cancel)
+        vision = _load_family(family, folder, config, cancel)
+    if vision is not None:
         module = vision.language
     else:
         module, config = _build_text_model(folder, options)
@@ -158,6 +158,20 @@ def _checked_config(folder: Path, options: LoadOptions) -> dict[str, Any]:
     return config
 
 
+def _load_family(
+    family: VisionFamily, folder: Path, config: Mapping[str, Any], cancel: CancelToken
+) -> VisionModel | None:
+    """The family's model; None where a fallback family refuses a model that mlx-lm can load without its tower."""
+    try:
+        with foreign_errors(f"{folder} can't be loaded by the vision family {family.name!r}"):
+            return family.load(folder, config, cancel=cancel)
+    except UnsupportedError as error:
+        if not getattr(family, "fallback", False) or config["model_type"] not in text_model_types():
+            raise
+        _log.warning("%s: text only", error)
+        return None
+
+
 def _choose_family(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], folder: Path) -> VisionFamily | None:
     """The vision family for a checkpoint that has a tower, or None for mlx-lm's text models."""
     model_type = config["model_type"]
@@ -168,7 +182,7 @@ def _choose_family(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo],
     if known_text and not pictured:
         return None
     family = vision_families().get(model_type)
-    if family is not None and pictured:
+    if family is not None and (pictured or (not known_text and getattr(family, "fallback", False))):
         return family
     if known_text:
         _log.warning("%s has a vision tower, but no vision family for %r is installed: text only", folder, model_type)
@@ -177,12 +191,29 @@ def _choose_family(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo],
         raise ModelLoadError(
             f"{folder} is a {model_type} without the weights of its vision tower; download the complete model"
         )
-    known = sorted(text_model_types() | vision_families().keys())
-    matches = difflib.get_close_matches(model_type, known, n=3, cutoff=0.5)
+    raise ModelLoadError(_unknown(model_type, folder))
+
+
+def _unknown(model_type: str, folder: Path) -> str:
+    """The line for a model type that nobody here builds: what is supported, and what could be installed for more."""
+    text = text_model_types()
+    own = {
+        kind: installed.family.name
+        for installed in installed_families()
+        if not installed.fallback
+        for kind in installed.model_types
+    }
+    matches = difflib.get_close_matches(model_type, sorted({*text, *own}), n=3, cutoff=0.5)
     near = f"; closest: {', '.join(matches)}" if matches else ""
-    raise ModelLoadError(
-        f"model type {model_type!r} ({folder}) isn't supported{near}; {len(text_model_types())} text types of mlx-lm "
-        f"and {len(vision_families())} vision types are ({', '.join(sorted(vision_families())) or 'none installed'})"
+    names = ", ".join(sorted(set(own.values()))) or "none installed"
+    more = "".join(
+        f"; {advice}"
+        for installed in installed_families()
+        if installed.fallback and (advice := getattr(installed.family, "advice", ""))
+    )
+    return (
+        f"model type {model_type!r} ({folder}) isn't supported{near}; {len(text)} text types of mlx-lm and {len(own)} "
+        f"vision types are (families {names}; see mlxgen families){more}"
     )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import logging
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -16,8 +16,10 @@ from safetensors.numpy import load_file, save_file
 from tiny import load as load_tiny
 
 from mlxgen.cancellation import NEVER, CancelToken
-from mlxgen.errors import ModelLoadError
+from mlxgen.errors import ModelLoadError, UnsupportedError
 from mlxgen.models import TextForward, load, vision_families
+from mlxgen.models.described import describe_families
+from mlxgen.models.families import installed_families
 
 Copy = Callable[..., Path]
 Edit = Callable[..., None]
@@ -42,6 +44,11 @@ class FakeFamily:
         return FakeVision()
 
 
+def _forget() -> None:
+    installed_families.cache_clear()
+    vision_families.cache_clear()
+
+
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """install(name=object): entry points of the group, all in one importable module; a missing object can't load."""
@@ -56,9 +63,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
             entries.append(importlib.metadata.EntryPoint(name, f"fake_families:{name}", "mlxgen.families"))
 
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: [e for e in entries if e.group == group])
-    vision_families.cache_clear()
+    _forget()
     yield add
-    vision_families.cache_clear()
+    _forget()
 
 
 def with_tower(path: Path) -> Path:
@@ -149,10 +156,65 @@ def test_errors_of_a_family_name_it(install: Callable[..., None], copy_of: Copy,
         load(path)
 
 
-def test_unknown_type_lists_vision_types(install: Callable[..., None], copy_of: Copy) -> None:
-    install(fake=FakeFamily("fake", "fake_vl"))
+class Adapter(FakeFamily):
+    fallback = True
+    advice = "others through an adapter: pip install more"
+
+
+def test_unknown_type_names_what_is_supported_and_the_adapter_in_one_line(
+    install: Callable[..., None], copy_of: Copy, edit_json: Edit
+) -> None:
+    install(fake=FakeFamily("fake", "fake_vl"), other=Adapter("other"))
     path = copy_of()
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "model_type": "fake_v"}))
-    with pytest.raises(ModelLoadError, match=r"closest: fake_vl.*1 vision types are \(fake_vl\)"):
+    edit_json(path / "config.json", model_type="fake_v")
+    with pytest.raises(ModelLoadError) as caught:
         load(path)
+    message = str(caught.value)
+    assert re.search(
+        r"model type 'fake_v' .*isn't supported; closest: fake_vl.*text types of mlx-lm and 1 vision types are "
+        r"\(families fake; see mlxgen families\); others through an adapter: pip install more$",
+        message,
+    )
+    assert "\n" not in message
+
+
+def test_fallback_gets_what_nobody_else_claims_and_says_nothing_of_the_rest(
+    install: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    own, adapter = FakeFamily("own", "x_vl"), Adapter("adapter", "x_vl", "y_vl")
+    install(a_first=adapter, z_last=own)
+    assert dict(vision_families()) == {"x_vl": own, "y_vl": adapter}
+    assert [(one.name, one.model_types) for one in describe_families()] == [("own", ("x_vl",)), ("adapter", ("y_vl",))]
+    assert caplog.text == ""
+
+
+def test_what_a_fallback_refuses_loads_as_text_where_mlx_lm_can(
+    install: Callable[..., None], copy_of: Copy, edit_json: Edit, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Refusing(Adapter):
+        def load(self, path: Path, config: Mapping[str, Any], *, cancel: CancelToken = NEVER) -> FakeVision:
+            raise UnsupportedError("the adapter can't")
+
+    install(other=Refusing("other", "qwen3_5", "strange_vl"))
+    assert load(with_tower(copy_of("qwen3_5"))).vision is None
+    assert "the adapter can't: text only" in caplog.text
+    path = copy_of(name="strange")
+    edit_json(path / "config.json", model_type="strange_vl")
+    with pytest.raises(UnsupportedError, match=r"the adapter can't"):
+        load(path)
+
+
+def test_families_describe_themselves_in_mappings_or_objects_or_not_at_all(
+    install: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    mapped, silent, wrong = FakeFamily("mapped", "a"), FakeFamily("silent", "b"), FakeFamily("wrong", "c")
+    compared = {"checkpoint": "tiny", "cases": ["img1"], "layouts": ["hf"]}
+    mapped.support = {"models": "Mapped 1", "video": True, "layouts": ["hf"], "parity": [compared]}  # type: ignore[attr-defined]
+    wrong.support = {"video": "often"}  # type: ignore[attr-defined]
+    install(mapped=mapped, silent=silent, wrong=wrong)
+    one, two, three = describe_families()
+    assert (one.models, one.video, one.layouts, one.prepares) == ("Mapped 1", True, ("hf",), "")
+    assert [(each.checkpoint, each.cases, each.layouts) for each in one.parity] == [("tiny", ("img1",), ("hf",))]
+    assert (two.video, two.layouts, two.parity) == (None, (), ())
+    assert three.video is None
+    assert "its support can't be read: video is 'often'" in caplog.text
