@@ -70,7 +70,14 @@ for _signature in (
         pass  # a matching build has them
 
 import transformers  # noqa: E402
+from transformers.image_processing_backends import TorchvisionBackend  # noqa: E402
+from transformers.image_utils import SizeDict  # noqa: E402
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil  # noqa: E402
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil  # noqa: E402
+from transformers.models.gemma4.video_processing_gemma4 import Gemma4VideoProcessor  # noqa: E402
+from transformers.models.gemma4.video_processing_gemma4 import (  # noqa: E402
+    get_aspect_ratio_preserving_size as gemma4_size,
+)
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil  # noqa: E402
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil  # noqa: E402
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil  # noqa: E402
@@ -107,6 +114,13 @@ def resize_frames(self: Any, image: torch.Tensor, size: Any, resample: Any = Non
     return stacked.reshape(*image.shape[:-2], size.height, size.width)
 
 
+def resize_to_budget(self: Any, video: torch.Tensor, patch_size: int, **budget: Any) -> torch.Tensor:
+    """In place of Gemma 4's own resize of a video."""
+    resample = budget.pop("resample")
+    height, width = gemma4_size(height=video.shape[-2], width=video.shape[-1], patch_size=patch_size, **budget)
+    return resize_frames(self, video, SizeDict(height=height, width=width), resample)
+
+
 def tokenizer_of(folder: Path, family: Family) -> Any:
     return transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"),
@@ -136,6 +150,12 @@ def processor_of(folder: Path, family: Family) -> Any:
         return makers.get(family.kind, transformers.Qwen3VLProcessor)(pictures, tokenizer, films)
     if family.kind == "paddleocr_vl":
         return transformers.PaddleOCRVLProcessor(PaddleOCRVLImageProcessorPil(**image), tokenizer)
+    if family.kind == "gemma4":
+        sound = transformers.Gemma4AudioFeatureExtractor()
+        films = Gemma4VideoProcessor(**video)
+        return transformers.Gemma4Processor(sound, Gemma4ImageProcessorPil(**image), tokenizer, films)
+    if family.kind == "lfm2_vl":
+        return transformers.Lfm2VlProcessor(transformers.Lfm2VlImageProcessor(**image), tokenizer)
     if family.kind.startswith("llava"):
         makers = {"llava": transformers.LlavaProcessor, "llava_next": transformers.LlavaNextProcessor}
         maker = makers.get(family.kind, transformers.LlavaOnevisionProcessor)
@@ -196,7 +216,9 @@ def process(family: Family, processor: Any, name: str) -> dict[str, Any]:
         arguments["images"] = [pictures]
     films = [source for kind, source in media if kind == "video"]
     if films:
-        arguments |= _video_arguments(films) | {"cap_pixels_per_frame": True}
+        arguments |= _video_arguments(films)
+        if family.kind.startswith("qwen"):
+            arguments["cap_pixels_per_frame"] = True
         if family.kind.startswith("qwen3"):
             text = text.replace(prompts.placeholder(family.kind, "video"), "<|video_pad|>")
     if family.image.get("do_pan_and_scan"):
@@ -307,7 +329,7 @@ def generated(model: Any, inputs: dict[str, Any]) -> list[int]:
 
 def media_tokens(family: Family) -> list[int]:
     words = {"<|image_pad|>", "<|video_pad|>", "<image_soft_token>", "<image>", "[IMG]", "<IMG_CONTEXT>"}
-    words.add("<|IMAGE_PLACEHOLDER|>")
+    words |= {"<|IMAGE_PLACEHOLDER|>", "<|image|>", "<|video|>"}
     words |= {"<video>"} if family.kind == "llava_onevision" else set()
     return [family.token(word) for word in family.words if word in words]
 
@@ -322,7 +344,10 @@ def load(folder: Path, family: Family, weights: dict[str, np.ndarray]) -> Any:
     assert not missing, missing
     assert not info["unexpected_keys"], info["unexpected_keys"]
     assert not info["mismatched_keys"], info["mismatched_keys"]
-    total = sum(parameter.numel() for parameter in model.parameters())
+    parts = dict(model.named_parameters()) | {
+        name: array for name, array in model.named_buffers() if name in model.state_dict()
+    }
+    total = sum(array.numel() for array in parts.values())
     assert total == sum(array.size for array in weights.values()), (total, sum(a.size for a in weights.values()))
     if family.kind == "gemma3":
         table = model.model.language_model.embed_tokens
@@ -377,6 +402,8 @@ def main() -> None:
     options = parser.parse_args()
     Image.Image.resize = resize_picture
     BaseVideoProcessor.resize = resize_frames
+    TorchvisionBackend.resize = resize_frames
+    Gemma4VideoProcessor.aspect_ratio_preserving_resize = resize_to_budget
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     for name in options.families:

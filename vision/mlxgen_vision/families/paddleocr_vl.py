@@ -29,6 +29,7 @@ from mlxgen_vision.families.qwen_language import RopeDefaults, TextConfig, insta
 from mlxgen_vision.families.qwen_model import QwenParts, QwenVisionModel
 from mlxgen_vision.processors.paddleocr_vl import read_processor
 from mlxgen_vision.processors.settings import special_word
+from mlxgen_vision.support import FamilySupport
 from mlxgen_vision.towers.paddleocr_vl import PaddleOCRTower, PaddleOCRVisionConfig
 
 ROPE: Final = RopeDefaults(theta=500_000.0, sections=(16, 24, 24), interleaved=False)
@@ -79,6 +80,10 @@ class PaddleOCRVLModel(QwenVisionModel):
 class PaddleOCRVLFamily:
     name: str = "paddleocr_vl"
     model_types: tuple[str, ...] = ("paddleocr_vl",)
+    support = FamilySupport(
+        models="PaddleOCR-VL",
+        note="compared with transformers on a seeded checkpoint of its own, in the published layout",
+    )
 
     def load(self, path: Path, config: Mapping[str, Any], *, cancel: CancelToken = NEVER) -> PaddleOCRVLModel:
         """Build text model, tower and projector and give them the folder's weights, whatever its layout."""
