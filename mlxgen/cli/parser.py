@@ -67,6 +67,9 @@ Ctrl-C stops the answer and keeps it; the next line is a new turn. /help lists t
 
 Prompts and pictures of earlier commands are kept in the cache folder (2 GB at most, those that weren't used longest go
 first), so that they aren't computed again. MLXGEN_PREFIX_CACHE_BUDGET=8G changes how much, 0 keeps nothing.""",
+    "families": """\
+  mlxgen families                      which vision models run, where they stop, what was compared
+  mlxgen families --json""",
     "doctor": """\
   mlxgen doctor                        the environment
   mlxgen doctor --model ./my-model     also prove exact resume, stop latency and snapshot speed""",
@@ -102,6 +105,7 @@ def build_parser() -> Parser:
     _prepare(_command(commands, "prepare", "read and encode pictures and video now, generate later"))
     _snapshots(_command(commands, "snapshots", "list, show and remove snapshots"))
     _cache(_command(commands, "cache", "show, check and clear what is kept of earlier prompts and pictures"))
+    _families(_command(commands, "families", "list the vision-language models that run here"))
     _doctor(_command(commands, "doctor", "check this machine, and prove the promises on it"))
     return parser
 
@@ -195,6 +199,10 @@ def _cache(parser: Parser) -> None:
     actions.add_parser("clear", help="delete all of it")
     verify = actions.add_parser("verify", help="read every file and check it; damaged ones are removed")
     verify.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def _families(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
 
 
 def _doctor(parser: Parser) -> None:
@@ -386,5 +394,5 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = build_parser()
     parsed = parser.parse_args(arguments)
     if parsed.command is None:
-        parser.error("give a command: generate, chat, resume, prepare, snapshots, cache or doctor")
+        parser.error("give a command: generate, chat, resume, prepare, snapshots, cache, families or doctor")
     return parsed
