@@ -1,4 +1,4 @@
-"""PaddleOCR-VL's vision tower: SigLIP's blocks with rotary positions besides the learned ones, for pictures of any shape.
+"""PaddleOCR-VL's vision tower: SigLIP's blocks with rotary positions besides learned ones, for pictures of any shape.
 
 After transformers' `modeling_paddleocr_vl.py`; modules are named as in the published checkpoints. Patches come merge
 block by merge block, so that the projector's squares of patches are neighbours; attention doesn't mind the order. The
