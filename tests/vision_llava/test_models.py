@@ -16,6 +16,7 @@ from vision_harness.jobs import image, model, new_session, options, reply, sourc
 
 from mlxgen.errors import ModelLoadError, PlaceholderError, UnsupportedError
 from mlxgen.inputs import PreparedMedium
+from mlxgen.models import load
 from mlxgen.request import VideoPart
 from mlxgen.session import Session
 
@@ -171,3 +172,28 @@ def test_what_onevision_leaves_out_of_its_config(tmp_path):
         config.pop(key)
     loaded = llava_onevision.FAMILY.load(tmp_path, config)
     assert (loaded.vision.num_rows, loaded.settings.max_tiles, loaded.tokens["video"]) == (9, 9, 151647)
+
+
+@pytest.mark.parametrize("family", ["llava", "llava_next", "llava_onevision", "paligemma"])
+def test_quantised_weights_of_every_part_equal_the_same_dequantised(family, tmp_path, folder):
+    """As converters leave them: every layer whose width allows it in 8 bits, tables of positions included."""
+    source = tiny_vlm.folder(family)
+    packed, plain = {}, {}
+    for name, weight in mx.load(str(source / "model.safetensors")).items():
+        packed[name] = plain[name] = weight
+        if weight.ndim == 2 and weight.shape[-1] % 32 == 0:
+            stem = name.removesuffix(".weight")
+            parts = mx.quantize(weight, group_size=32, bits=8)
+            packed |= dict(zip((name, f"{stem}.scales", f"{stem}.biases"), parts, strict=True))
+            plain[name] = mx.dequantize(*parts, group_size=32, bits=8)
+    for stem in ("vision_tower.embeddings.position_embedding", "multi_modal_projector", "language_model.model.layers"):
+        assert any(name.startswith(stem) and name.endswith(".scales") for name in packed)
+    values = []
+    for name, weights in (("packed", packed), ("plain", plain)):
+        shutil.copytree(source, tmp_path / name)
+        mx.save_safetensors(str(tmp_path / name / "model.safetensors"), weights)
+        session = Session(load(str(tmp_path / name)), options=options(family))
+        session.send([image(folder, "A"), image(folder, "B"), "What?"], reply=reply())
+        values.append([(token.id, token.logprob) for token in session.state.history.reply.tokens])
+    assert [token for token, _ in values[0]] == [token for token, _ in values[1]]
+    assert [value for _, value in values[0]] == pytest.approx([value for _, value in values[1]], abs=1e-3)
