@@ -76,10 +76,10 @@ class DecodeOptions:
 
     def validate(self, vocab_size: int) -> None:
         self.sampling.validate(vocab_size)
-        if self.max_tokens is not None and not 0 <= self.max_tokens < 2**31:
+        if self.max_tokens is not None and not (type(self.max_tokens) is int and 0 <= self.max_tokens < 2**31):
             raise InvalidValueError(f"max_tokens is {self.max_tokens}; give 0 to {2**31 - 1}, or None for no limit")
         limit = min(MAX_TOP_LOGPROBS, vocab_size)
-        if not 0 <= self.top_logprobs <= limit:
+        if type(self.top_logprobs) is not int or not 0 <= self.top_logprobs <= limit:
             raise InvalidValueError(f"top_logprobs is {self.top_logprobs}; give 0 to {limit}")
 
     def require_resumable(self) -> None:
@@ -138,7 +138,7 @@ class TokenIterator:
         cancel: CancelToken = NEVER,
     ) -> None:
         self._vocab_size = sequence.vocab_size
-        if sequence.num_fed >= len(sequence.ids) and sequence.ahead is None and not sequence.ids:
+        if not sequence.ids and sequence.ahead is None:
             raise InvalidValueError("there is nothing to generate from: the prompt is empty; give at least one token")
         seed = options.sampling.seed
         if options.sampling.temperature > 0 and seed is None:

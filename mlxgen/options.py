@@ -45,7 +45,7 @@ class SessionOptions:
 
     def validate(self) -> None:
         self.cache.validate()
-        if not 1 <= self.prefill_step_size < 2**31:
+        if type(self.prefill_step_size) is not int or not 1 <= self.prefill_step_size < 2**31:
             raise InvalidValueError(
                 f"prefill_step_size is {self.prefill_step_size}; give 1 or more tokens (512 to 4096 is usual)"
             )
@@ -131,7 +131,7 @@ class ReplyOptions:
     def validate(self, vocab_size: int, model: Model | None = None) -> None:
         """Raise for what can't be; with `model`, the grammar is compiled for it, too (see `Grammar.validate`)."""
         self.decode_options(None).validate(vocab_size)
-        if self.max_tokens is not None and not 0 <= self.max_tokens < 2**31:
+        if self.max_tokens is not None and not (type(self.max_tokens) is int and 0 <= self.max_tokens < 2**31):
             raise InvalidValueError(f"max_tokens is {self.max_tokens}; give 0 to {2**31 - 1}, or None for no limit")
         StopMatcher(self.stop)  # refuses what can't be matched
         token_ids_checked(self.stop_token_ids, vocab_size)
@@ -160,7 +160,7 @@ class ReplyOptions:
                 "them; leave one of the two out"
             )
         budget = self.thinking_budget
-        if budget is not None and not 0 <= budget < 2**31:
+        if budget is not None and not (type(budget) is int and 0 <= budget < 2**31):
             raise InvalidValueError(f"thinking_budget is {budget}; give 0 to {2**31 - 1} tokens, or None for no limit")
         asked = "stop_after_thinking" if self.stop_after_thinking else "thinking_budget" if budget is not None else None
         if asked and model is not None and not getattr(model.tokenizer, "has_thinking", False):

@@ -20,6 +20,8 @@ from mlxgen.state import SessionState
 from mlxgen.streams import generation_stream
 from mlxgen.tokenizer import ChatTokenizer, token_ids_checked
 
+_MAX_SCORED = 512  # rows of logits at a time: 512 of 150,000 entries in float32 are 300 MB
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -61,7 +63,7 @@ def place_of_token(state: SessionState, num_tokens: int) -> Place:
     Raises `InvalidValueError` for a place inside a user's turn or the template's own text.
     """
     history = state.history
-    if not 0 <= num_tokens <= len(history.ids):
+    if type(num_tokens) is not int or not 0 <= num_tokens <= len(history.ids):
         raise InvalidValueError(f"token {num_tokens} of {len(history.ids)}; give 0 to {len(history.ids)}")
     reply = history.reply
     if reply is not None and reply is history.laid_out and reply.start is not None and num_tokens >= reply.start:
@@ -102,7 +104,7 @@ def _earlier_replies(state: SessionState) -> list[tuple[int, int, int]]:
 def rewind(state: SessionState, place: Place) -> None:
     """Make the conversation end at `place`. Nothing is run and nothing is recorded if it ends there already."""
     history = state.history
-    if not 0 <= place.num_turns <= len(history.turns):
+    if type(place.num_turns) is not int or not 0 <= place.num_turns <= len(history.turns):
         raise InvalidValueError(f"turn {place.num_turns} of {len(history.turns)}; give 0 to {len(history.turns)}")
     same = place.num_turns == len(history.turns)
     if not same:
@@ -176,6 +178,3 @@ def score(state: SessionState, ids: Sequence[int], *, cancel: CancelToken = NEVE
         logprobs += values
         sequence.num_fed += last - first
     return Score(tuple(ids), tuple(logprobs))
-
-
-_MAX_SCORED = 512  # rows of logits at a time: 512 of 150,000 entries in float32 are 300 MB

@@ -64,8 +64,8 @@ class SessionState:
         self.sequence = TokenSequence(model, options.cache)
         self.reply_options: ReplyOptions | None = None
         self.journal: Journal | None = None
-        # What a resume couldn't feed again yet: features that a kill took must be computed first.
         self.allow_urls = False  # for media that a snapshot names by address; those added here bring their own word
+        # What a resume couldn't feed again yet: features that a kill took must be computed first.
         self.owed: Callable[[CancelToken], None] | None = None
 
     @property

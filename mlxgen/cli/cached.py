@@ -39,10 +39,6 @@ def new_path() -> Path:
     return folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}.mlxgen"
 
 
-def is_cached(path: Path) -> bool:
-    return path.parent == Path(os.path.abspath(snapshots_folder()))
-
-
 def snapshot_paths(folder: Path) -> list[Path]:
     """The snapshots in a folder, the one written to last first."""
     try:

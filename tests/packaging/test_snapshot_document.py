@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from collections.abc import Iterator
@@ -24,7 +25,8 @@ NAMES = set(re.findall(r"[a-z_]+", " ".join(re.findall(r"`[^`]*`", SECTION))))
 
 @pytest.fixture(scope="module")
 def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A conversation with all there can be: pictures, a stop, stop strings, an undone turn, a chosen chunk size."""
+    """A conversation with all there can be: pictures, a stop, stop strings, an undone turn, a chosen chunk size, a mark
+    that it goes back to, words put into the model's mouth, an edited turn."""
     model = mlxgen.load(tiny_vlm.folder("qwen2_5_vl"))
     options = mlxgen.SessionOptions(prefill_step_size=64, max_stop_latency_s=0.5)
     session = mlxgen.Session(model, system="Be brief.", options=options)
@@ -42,6 +44,16 @@ def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Path:
     session.send("And now?", reply=more)
     session.undo()
     session.send("Or now?", reply=more)
+    session.mark()
+    session.send("And then?", reply=more)
+    session.rewind(num_tokens=session.history.reply.start + 1)
+    session.append_text(" And")
+    for _ in session.continue_(reply=more):
+        pass
+    session.edit(len(session.turns) - 2, "What then?")
+    grammar = mlxgen.Grammar.regex("[a-z]{1,3}") if importlib.util.find_spec("llguidance") else None
+    steered = mlxgen.ReplyOptions(max_tokens=4, stop_regex=("never",), ban=("never",), sections=True, grammar=grammar)
+    session.send(reply=steered)
     session.close()
     return path
 
