@@ -6,7 +6,7 @@ one was. Going back runs nothing: rows are counted away, or a state mark is take
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from mlxgen.cache import quantize_from
 from mlxgen.cancellation import NEVER, CancelToken
-from mlxgen.errors import InvalidValueError
+from mlxgen.errors import ContextLengthError, InvalidValueError
 from mlxgen.history import Mark
 from mlxgen.state import SessionState
 from mlxgen.streams import generation_stream
@@ -48,7 +48,11 @@ class Score:
 
 
 def place_of_mark(state: SessionState, mark: Mark) -> Place:
-    """Raises `InvalidValueError` for a mark whose place is gone, or that is another session's."""
+    """Raises `InvalidValueError` for a mark whose place is gone. A mark is its number and place: one of another session
+    that has the same isn't told apart.
+    """
+    if not isinstance(mark, Mark):
+        raise InvalidValueError(f"{mark!r} is no mark; give one that mark() returned, or one of `marks`")
     if mark not in state.history.points:
         raise InvalidValueError(
             f"mark {mark.number} isn't in this conversation any more (it was rewound or changed before that place); "
@@ -139,8 +143,10 @@ def ids_of(state: SessionState, continuation: str | Sequence[int]) -> list[int]:
     """Token ids of a continuation; text is encoded as what follows other text. Raises `InvalidValueError`."""
     if isinstance(continuation, str):
         ids = ChatTokenizer(state.model.tokenizer).encode_continuation(continuation)
-    else:
+    elif isinstance(continuation, Iterable):
         ids = token_ids_checked(continuation, state.model.vocab_size)
+    else:
+        raise InvalidValueError(f"a continuation is text or token ids, not {type(continuation).__name__}")
     if not ids:
         raise InvalidValueError("there is nothing to add: the text is empty; give at least one token")
     return ids
@@ -149,9 +155,14 @@ def ids_of(state: SessionState, continuation: str | Sequence[int]) -> list[int]:
 def score(state: SessionState, ids: Sequence[int], *, cancel: CancelToken = NEVER) -> Score:
     """Feed `ids` behind what `state` (a fork that will be dropped) has, and say how likely each of them was.
 
-    A checkpoint before each chunk of the session's prefill step size.
+    A checkpoint before each chunk of the session's prefill step size. Raises `ContextLengthError`.
     """
-    sequence = state.sequence
+    sequence, limit = state.sequence, state.model.context_length
+    total = len(sequence.ids) + len(ids)
+    if limit is not None and total > limit and state.options.cache.max_kv_size is None:
+        raise ContextLengthError(
+            f"with the continuation there are {total} tokens, and the model's context has {limit}; score a shorter one"
+        )
     sequence.go_back(len(sequence.ids) - 1)
     sequence.repair(cancel)
     if sequence.num_fed < len(sequence.ids) - 1:
