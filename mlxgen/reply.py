@@ -104,6 +104,12 @@ class ReplyRun:
         finally:
             self._settle()
 
+    def prefill(self) -> Iterator[Event]:
+        """The events of what comes before the reply's next token, and no more: nothing is recorded of an end."""
+        self._judge = Judge(self._state.model, self._reply, self._options)
+        with wired_limit(self._state.model):
+            yield from self._prompt_phases()
+
     def settle(self) -> None:
         """Between two events: wait for the token in flight, so that the sequence can be read; the run goes on
         afterwards."""
@@ -123,6 +129,10 @@ class ReplyRun:
         self._iterator = None
 
     def _phases(self) -> Generator[Event, None, Finish]:
+        yield from self._prompt_phases()
+        return (yield from self._decode())
+
+    def _prompt_phases(self) -> Iterator[Event]:
         state = self._state
         for event in media_events(state, self._cancel):
             self._work.count(event)
@@ -136,7 +146,6 @@ class ReplyRun:
         yield from self._prefill()
         self._work.prefill_s = time.perf_counter() - prompt_s
         state.sequence.mark()
-        return (yield from self._decode())
 
     # -- prompt ----------------------------------------------------------------------------------------------------
 

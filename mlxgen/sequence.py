@@ -127,7 +127,8 @@ class TokenSequence:
         )
         self._recurrent_leaves: list[Any] | None = None
         self._requantized = False
-        self.base: list[Any] | None = None  # the caches all forks of one place began with, for `park`
+        self._base: list[Any] | None = None  # the caches all forks of one place began with, for `park`
+        self._num_shared = 0  # of how many tokens these still hold the same rows
         self._parked: Parked | None = None
         self.marks = StateMarks(options.mark_every, options.max_mark_bytes)
         self._marking = not self._filled_before and any(not adapter_of(leaf).appends for _, leaf in leaves(self.cache))
@@ -182,11 +183,15 @@ class TokenSequence:
         """Bytes of the caches' arrays; 0 while they are parked."""
         return sum(array.nbytes for array in self.arrays())
 
+    def share(self) -> None:
+        """What the caches hold now is what forks of this sequence have in common; those can be parked."""
+        self._base, self._num_shared = self.cache, self.num_fed
+
     def park(self) -> None:
-        """Give back the memory of what the caches share with `base`; they are put together again by their next use."""
-        if self.base is None or self.torn:
+        """Give back the memory of what forks have in common; the caches are put together again by their next use."""
+        if self._base is None or self.torn:
             return
-        self._parked = Parked(self.cache, self.base)
+        self._parked = Parked(self.cache, self._base, self._num_shared)
         self.cache[:] = []
         self._recurrent_leaves = None
 
@@ -236,7 +241,7 @@ class TokenSequence:
         """Begin anew with `ids`, of which `cache` holds what the passes `entries` leave in empty caches."""
         self.reset()
         self._torn = _Tear.UNKNOWN  # should an exception come between, the passes are run again
-        self._rebuilding = self._parked = self.base = self.ahead = None
+        self._rebuilding = self._parked = self.ahead = None
         self.marks.cut(0)
         self.ids, self.inputs = list(ids), inputs
         self.cache[:] = cache
@@ -369,6 +374,7 @@ class TokenSequence:
         restore_mark(self.cache, mark)
         self._recurrent_leaves = None
         self.num_fed = mark.position
+        self._num_shared = min(self._num_shared, mark.position)
         self.passes.trim(mark.position)
         self._torn = None
         return True
@@ -528,6 +534,7 @@ class TokenSequence:
             self._torn = _Tear.UNKNOWN
             trim(self.cache, self.num_fed - position)
             self.num_fed = position
+            self._num_shared = min(self._num_shared, position)
             self.passes.trim(position)
             self._torn = None
 
@@ -547,7 +554,7 @@ class TokenSequence:
         """Empty the cache; `ids` stay, all of them to be fed again."""
         self._torn = _Tear.UNKNOWN  # until the end, should an exception come between
         self.cache[:] = self.empty_cache()
-        self._recurrent_leaves = None
+        self._recurrent_leaves = self._base = None
         self.num_fed = 0
         self.passes = PassLog()
         self._torn = None

@@ -413,11 +413,10 @@ class Session:
             raise InvalidValueError(f"{num_branches} branches; give 1 or more")
         reply.validate(self.model.vocab_size, self.model)
         sampling = reply.sampling.with_seed()
-        if self.history.reply is None or not self.history.reply.tokens:
-            self.prefill(cancel=cancel)
         self._settle_active()
+        self._bring_in(cancel)
         base = self.fork()
-        base.sequence.base = base.sequence.cache
+        base.sequence.share()
         branches = [base.fork() for _ in range(num_branches)]
         siblings = Siblings(available_bytes() // 2 if max_bytes is None else max_bytes)
         for number, branch in enumerate(branches):
@@ -445,9 +444,32 @@ class Session:
         """
         if self.history.reply is not None and self.history.reply.tokens:
             raise InvalidValueError("the conversation ends with a reply; its prompt is in the cache already")
-        finished = self.send(reply=ReplyOptions(max_tokens=0), cancel=cancel)
-        self.drop_reply()
-        finished.raise_if_cancelled()
+        self._bring_in(cancel)
+
+    def _bring_in(self, cancel: CancelToken) -> None:
+        """Bring the conversation into the cache to its end, and change nothing else of it. A reply that is under way
+        stays so if it has come to its text, or is stopped."""
+        reply = self.history.reply
+        if reply is None:
+            try:
+                finished = self.send(reply=ReplyOptions(max_tokens=0), cancel=cancel)
+            finally:
+                if self.history.reply is not None:
+                    self.drop_reply()
+            finished.raise_if_cancelled()
+            return
+        sequence = self.sequence
+        there = reply is self.history.laid_out and sequence.end >= len(sequence.ids) - 1 and self.state.owed is None
+        if there and reply.tokens:
+            sequence.repair(cancel)  # here once, instead of in every fork
+            return
+        self._close_active()
+        self._reply_run = run = ReplyRun(self.state, ReplyOptions(heal=bool(reply.options.get("heal"))), cancel)
+        try:
+            for _ in run.prefill():
+                pass
+        finally:
+            self._run_ended()
 
     def edit(self, turn: int, text: str, *, keep_later: bool = False) -> None:
         """Give turn number `turn` (from 0) another text. What follows it is taken back, or stays (`keep_later`).
@@ -499,9 +521,7 @@ class Session:
         """
         self._settle_active()
         ids = ids_of(self.state, continuation)
-        if self.history.reply is None or not self.history.reply.tokens:
-            self._close_active()
-            self.prefill(cancel=cancel)
+        self._bring_in(cancel)
         twin = self.fork()
         reopen(twin.state)
         return score(twin.state, ids, cancel=cancel)

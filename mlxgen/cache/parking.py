@@ -25,18 +25,22 @@ class _Rows:
 
 
 class Parked:
-    """The caches of one fork at rest. Owned by its sequence; `base` is shared by all forks of one place, read only."""
+    """The caches of one fork at rest. Owned by its sequence; `base` is shared by all forks of one place, read only.
 
-    def __init__(self, cache: Sequence[Any], base: Sequence[Any]) -> None:
+    The first `num_shared` rows are those of `base` still: a fork that went back before its place has fewer.
+    """
+
+    def __init__(self, cache: Sequence[Any], base: Sequence[Any], num_shared: int) -> None:
         self._base = base
         bases = dict(leaves(base))
         self._rows: dict[str, _Rows] = {}
         self._whole: dict[str, Any] = {}
         for path, leaf in leaves(cache):
             adapter, shared = adapter_of(leaf), bases[path]
-            if adapter.appends and type(shared) is type(leaf) and shared.offset <= leaf.offset:
-                tail = adapter.rows(leaf, shared.offset, leaf.offset) if leaf.offset else {}
-                self._rows[path] = _Rows(shared.offset, adapter.meta(leaf), tail)
+            if adapter.appends and type(shared) is type(leaf):
+                start = min(num_shared, leaf.offset)
+                tail = adapter.rows(leaf, start, leaf.offset) if leaf.offset else {}
+                self._rows[path] = _Rows(start, adapter.meta(leaf), tail)
             else:
                 self._whole[path] = leaf
         mx.eval([array for rows in self._rows.values() for array in rows.arrays.values()])

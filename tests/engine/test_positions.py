@@ -436,3 +436,70 @@ def test_words_in_the_mouth_and_a_processor_with_a_memory_resume_exactly(tmp_pat
         return [outcome.values, session.history.reply.ids]
 
     assert run(tmp_path) == run(None)
+
+
+@each_kind
+@pytest.mark.parametrize("num_kept", [0, 3])
+def test_a_branch_that_went_back_before_its_place_is_parked_with_what_it_has(name, num_kept) -> None:
+    def rows_of(max_bytes: int) -> tuple[list[int], list]:
+        session = new_session(SETUPS[name])
+        session.send("Hello there.", reply=sampled(12))
+        first, second = session.branch(2, reply=sampled(4), max_bytes=max_bytes)
+        outcome = Outcome()
+        outcome.take(first.continue_())
+        first.rewind(num_tokens=first.history.reply.start + num_kept)
+        other = replace(sampled(), sampling=replace(sampled().sampling, seed=77))
+        outcome.take(first.continue_(reply=replace(other, max_tokens=24)))
+        list(second.continue_())
+        outcome.take(first.continue_(reply=sampled(6)))
+        return first.history.ids, outcome.values
+
+    assert rows_of(1) == rows_of(10**12)
+
+
+@each_kind
+@pytest.mark.parametrize("edited", [False, True])
+def test_a_score_behind_words_that_were_never_run_is_of_those_words(name, edited) -> None:
+    setup = SETUPS[name]
+    session = new_session(setup)
+    if edited:
+        session.send("Hello there.", reply=greedy(5))
+        session.edit(2, "Well, well")
+    else:
+        session.add("Hello there.")
+        session.append_text("Well, well")
+    found = session.score(" so it is")
+    assert session.score(" so it is") == found
+    fresh = new_session(setup)
+    fresh.add("Hello there.")
+    fresh.append_text("Well, well")
+    list(fresh.continue_(reply=greedy(0)))
+    expected = fresh.score(" so it is")
+    assert found.ids == expected.ids
+    if not (edited and approximate(setup)):
+        assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
+    assert session.reply_text == "Well, well"
+
+
+@each_kind
+@pytest.mark.parametrize("ask", ["score", "prefill", "branch"])
+def test_a_reply_that_was_stopped_in_its_prompt_is_left_to_go_on(name, ask) -> None:
+    setup = replace(SETUPS[name], step_size=8)
+    prompt = f"{name} {ask}: {PROMPT}"
+    session = new_session(setup)
+    list(session.stream(prompt, reply=sampled(6), cancel=StopAt(1)))
+    assert session.position == 0
+    if ask == "score":
+        session.score("so")
+    elif ask == "prefill":
+        session.prefill()
+    else:
+        (branch,) = session.branch(1, reply=sampled(6))
+        list(branch.continue_())
+    assert session.sequence.num_fed == len(session.sequence.ids) - 1
+    outcome, expected = Outcome(), Outcome()
+    outcome.take(session.continue_())
+    expected.take(new_session(setup).stream(prompt, reply=sampled(6)))
+    assert outcome.values == expected.values
+    if ask == "branch":
+        assert branch.history.reply.tokens == session.history.reply.tokens
