@@ -26,7 +26,7 @@ from mlxgen.resumption import ResumeOptions, resume
 from mlxgen.sections import SectionMarkers, SectionTracker, ToolText
 
 CALL = '{"name":"f","arguments":{"a":1}}'
-WORDS = f"<think>so\n</think>As I see. <tool_call>{CALL}</tool_call> It is."  # some 60 tokens
+WORDS = f"<think>so\n</think>I see. <tool_call>{CALL}</tool_call> It is."
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 
 
@@ -71,7 +71,7 @@ def test_sections_and_calls_are_typed_events() -> None:
     assert heard.finished.text == WORDS
     assert heard.finished.sections == (
         SectionText("thinking", "so\n"),
-        SectionText("answer", "As I see. "),
+        SectionText("answer", "I see. "),
         SectionText("tool_call", CALL),
         SectionText("answer", " It is."),
     )
@@ -86,12 +86,12 @@ def test_nothing_is_said_of_sections_unless_asked_for() -> None:
     assert (heard.finished.sections, heard.finished.tool_calls) == ((), ())
 
 
-@pytest.mark.parametrize("options", [{}, {"ban": ("As I see",)}, {"stop_regex": ("z{9}",), "stop": ("It is no",)}])
+@pytest.mark.parametrize("options", [{}, {"ban": ("I see",)}, {"stop_regex": ("z{9}",), "stop": ("It is no",)}])
 def test_stopping_anywhere_changes_nothing(options, tmp_path) -> None:
     talker = says(sectioned(), WORDS)
     reply = exactly(talker, WORDS, **options)
     assert bool(talker.run(reply).of(Backtrack)) == ("ban" in options)
-    cut_everywhere(talker, reply, every=2)
+    cut_everywhere(talker, reply, every=2 if options else 1)
     cut_everywhere(talker, reply, tmp_path, every=9)
 
 
@@ -124,7 +124,7 @@ def test_what_may_be_taken_back_is_not_told_yet() -> None:
 def test_sections_from_the_middle_on() -> None:
     """Asked for only when the reply goes on: the section that is open is told first."""
     talker = says(sectioned(), WORDS)
-    for cut in range(2, 30):
+    for cut in (2, 3, 4, 5, 6, 9, 16, 29):
         session, heard = talker.session(), Heard()
         heard.take(session.stream("Say it.", reply=plain(100, sections=False), cancel=StopAt(cut)))
         told, so_far = len(heard.events), session.position
