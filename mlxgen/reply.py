@@ -379,6 +379,8 @@ class ReplyRun:
         if not self._options.heal or not reply.num_put or reply.waiting:
             return
         count = len(reply.tokens)
+        if judge.closes_thinking(count - 1):
+            return  # these are nobody's words
         healing = healing_at_end(state.model.tokenizer, reply.ids[count - reply.num_put :], keep=0)
         if not healing.ids:
             return
@@ -388,8 +390,6 @@ class ReplyRun:
         self._num_handed = len(judge.text.text) - len(judge.text.carried)
 
     def _healing(self) -> HealingConstraint | None:
-        if judge.closes_thinking(count - 1):
-            return  # these are nobody's words
         """What the reply's next tokens must still begin with; None where nothing was healed, or all is said again."""
         for count, kind, detail in reversed(self._reply.marks):
             if kind in ("heal", "mend"):

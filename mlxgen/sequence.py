@@ -122,9 +122,8 @@ class TokenSequence:
         self.inputs: PreparedInput | None = None
         self.passes = PassLog()
         self._torn: _Tear | None = None
-        self._rebuilding: tuple[tuple[tuple[str, int, int], ...], int] | None = (
-            None  # passes to be run again, and to where
-        )
+        # Passes to be run again, and to where.
+        self._rebuilding: tuple[tuple[tuple[str, int, int], ...], int] | None = None
         self._recurrent_leaves: list[Any] | None = None
         self._requantized = False
         self._base: list[Any] | None = None  # the caches all forks of one place began with, for `park`
@@ -141,9 +140,8 @@ class TokenSequence:
         """An independent sequence at the same place, pending token included. No forward pass, no copy of arrays: the
         side that is written to first copies what it writes to (see `cache.fork`).
 
-        Nothing may be under way: settle the iterator first. A cache that was torn is mended before.
+        Nothing may be under way: settle the iterator first. What `repair` has to do it has to do on both sides.
         """
-        self.repair()
         twin = copy.copy(self)
         twin.cache = fork_cache(self.cache)
         twin.ids = list(self.ids)
@@ -194,6 +192,11 @@ class TokenSequence:
         self._parked = Parked(self.cache, self._base, self._num_shared)
         self.cache[:] = []
         self._recurrent_leaves = None
+
+    def _unpark(self) -> None:
+        if self._parked is not None:
+            self.cache[:] = self._parked.restore()
+            self._parked = None
 
     @property
     def end(self) -> int:
@@ -389,6 +392,7 @@ class TokenSequence:
         the next use calls. Returns where it will end: before `position` only if that is inside a prefill pass of a
         cache that can't be trimmed. `ids` stay.
         """
+        self._unpark()  # what isn't there can't be trimmed
         if position > self.num_fed and not self.torn:
             return self.num_fed
         if self._rebuilding is None and self._torn is None and self.can_trim_to(position):
@@ -443,11 +447,9 @@ class TokenSequence:
         """
         if not self.torn:
             return
-        if self._parked is not None:
-            self.cache[:] = self._parked.restore()
-            self._parked = None
-            if not self.torn:
-                return
+        self._unpark()
+        if not self.torn:
+            return
         if self._rebuilding is None and self._torn is _Tear.BETWEEN_LAYERS and self._trim_torn():
             self.passes.trim(self.num_fed)
             self._torn = None

@@ -6,7 +6,7 @@ import copy
 import json
 import os
 import weakref
-from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from mlxgen.branches import Siblings
 from mlxgen.cancellation import NEVER, CancelToken
+from mlxgen.conversation import checked_text
 from mlxgen.decode import processor_memory
 from mlxgen.errors import InvalidValueError, MediaError, MlxgenError, SessionBusyError, SnapshotError
 from mlxgen.events import Event, Finished, InputProgress, Usage
@@ -29,7 +30,7 @@ from mlxgen.persist import AutosavePolicy, Keeper
 from mlxgen.positions import Place, Score, ids_of, place_of_mark, place_of_token, put, reopen, rewind, score
 from mlxgen.preparation import require_vision
 from mlxgen.reply import ReplyRun, finished_event, media_events
-from mlxgen.request import Part
+from mlxgen.request import ImagePart, Part, VideoPart
 from mlxgen.sampling import is_resumable
 from mlxgen.sequence import Sampled, TokenSequence
 from mlxgen.snapshot.store import Record, SnapshotStore
@@ -61,7 +62,7 @@ class Session:
         if system is not None:
             if options.raw:
                 raise InvalidValueError("a raw session has no chat template, so it can't have a system prompt")
-            self.state.record("turn", {"role": "system", "parts": [_checked_text(system)]})
+            self.state.record("turn", {"role": "system", "parts": [checked_text(system, "the system prompt")]})
 
     @classmethod
     def _restored(cls, model: Model, options: SessionOptions, history: History) -> Session:
@@ -141,15 +142,21 @@ class Session:
 
     def add(self, prompt: str | Sequence[Part], *, role: str = "user") -> None:
         """Add a turn without asking for a reply yet; text and media in reading order."""
+        if not isinstance(prompt, Iterable):
+            raise InvalidValueError(f"a turn is text, or a list of text and media, not {type(prompt).__name__}")
         parts: tuple[Part, ...] = (prompt,) if isinstance(prompt, str) else tuple(prompt)
         if role not in ("user", "system", "tool"):
             raise InvalidValueError(f"role {role!r}; give user, system or tool (the model's turns come from stream())")
         self._close_active()
         for part in parts:
             if isinstance(part, str):
-                _checked_text(part)
-            else:
+                checked_text(part, "the text")
+            elif isinstance(part, ImagePart | VideoPart):
                 require_vision(self.model)
+            else:
+                raise InvalidValueError(
+                    f"a turn has a part of {type(part).__name__}; give strings, ImagePart and VideoPart"
+                )
         data: list[str | dict[str, int]] = []
         for part in parts:
             if isinstance(part, str):
@@ -409,8 +416,10 @@ class Session:
         all don't fit `max_bytes` (None: half of what is free) those that rest keep only what they don't share, and copy
         the rest again when they go on. Run them in turn, then.
         """
-        if num_branches < 1:
+        if type(num_branches) is not int or num_branches < 1:
             raise InvalidValueError(f"{num_branches} branches; give 1 or more")
+        if max_bytes is not None and not max_bytes > 0:
+            raise InvalidValueError(f"max_bytes is {max_bytes}; give a number of bytes above 0, or None")
         reply.validate(self.model.vocab_size, self.model)
         sampling = reply.sampling.with_seed()
         self._settle_active()
@@ -479,12 +488,12 @@ class Session:
         """
         self._close_active()
         turns = self.history.turns
-        if not 0 <= turn < len(turns):
+        if type(turn) is not int or not 0 <= turn < len(turns):
             raise InvalidValueError(f"turn {turn} of {len(turns)}; give 0 to {len(turns) - 1}")
         data: dict[str, Any] = {"turn": turn, "keep_later": keep_later}
         if turns[turn].reply is None:
             media = [{"medium": part} for part in turns[turn].parts if isinstance(part, int)]
-            data |= {"role": turns[turn].role, "parts": [*media, _checked_text(text)]}
+            data |= {"role": turns[turn].role, "parts": [*media, checked_text(text, "the text")]}
         else:
             data["ids"] = ids_of(self.state, text)
         self.state.record("edit", data)
@@ -512,6 +521,8 @@ class Session:
         while stream.stop_hit is not None:
             stream.release()
             self.state.record("mark", [len(reply.tokens), "release"])
+        if stream.held:  # half a stop string, or a banned one: what somebody else says isn't taken back
+            self.state.record("mark", [len(reply.tokens), "flush"])
 
     def score(self, continuation: str | Sequence[int], *, cancel: CancelToken = NEVER) -> Score:
         """How likely the model finds `continuation` (text, or ids) as what comes next; the session stays as it is.
@@ -528,8 +539,6 @@ class Session:
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
-        if stream.held:  # half a stop string, or a banned one: what somebody else says isn't taken back
-            self.state.record("mark", [len(reply.tokens), "flush"])
     def autosave(
         self,
         path: str | os.PathLike[str],
@@ -671,13 +680,3 @@ def _hub_revision(model: Model) -> str | None:
     """The commit of a model from the hub, read off its place in the hub's cache (…/snapshots/<commit>)."""
     path = model.path
     return path.name if path is not None and path.parent.name == "snapshots" else None
-
-
-def _checked_text(text: str) -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InvalidValueError(
-            f"the text has a lone surrogate at character {error.start}; it was read with the wrong encoding"
-        ) from error
-    return text

@@ -9,8 +9,9 @@ import pytest
 from harness import PROMPT, SETUPS, Outcome, Setup, StopAt, counted, greedy, model, new_session, sampled
 
 from mlxgen.cancellation import Cancelled
-from mlxgen.errors import InvalidValueError
+from mlxgen.errors import ContextLengthError, InvalidValueError
 from mlxgen.events import Token
+from mlxgen.options import ReplyOptions
 from mlxgen.resumption import ResumeOptions, resume
 from mlxgen.sampling import SamplingParams
 from mlxgen.session import Session
@@ -132,6 +133,23 @@ def test_a_fork_costs_neither_passes_nor_memory_and_gives_it_back(name) -> None:
 
 
 @each_kind
+def test_a_fork_of_what_was_rewound_runs_nothing_either(name) -> None:
+    setup = SETUPS[name]
+    using, forward = counted(setup.kind)
+    session = new_session(setup, using)
+    expected = Outcome()
+    expected.take(session.stream(PROMPT, reply=greedy(20)))
+    session.rewind(num_tokens=session.history.reply.start + 13)
+    del forward.lengths[:]
+    twin = session.fork()
+    assert not forward.lengths
+    for side in (twin, session):
+        outcome = Outcome()
+        outcome.take(side.continue_())
+        assert outcome.values == expected.values[13:]
+
+
+@each_kind
 def test_marks_survive_a_snapshot_and_end_with_their_place(name, tmp_path) -> None:
     session = new_session(SETUPS[name])
     reply = greedy(NUM_TOKENS)
@@ -197,6 +215,40 @@ def test_rewound_to_an_earlier_reply_the_conversation_goes_on_from_inside_it(nam
     assert len(session.history.reply.ids) == 12
     if not approximate(setup):
         assert session.history.reply.ids == first
+
+
+@pytest.mark.parametrize("value", [1.0, True, "1", None])
+def test_places_and_numbers_are_integers(value) -> None:
+    session, _ = whole(SETUPS["llama"], greedy(3))
+    before = len(session.history.records)
+    calls = [lambda: session.edit(value, "x"), lambda: session.branch(value, reply=greedy(3))]
+    if value is not None:
+        calls += [lambda: session.rewind(num_turns=value), lambda: session.rewind(num_tokens=value)]
+        calls += [lambda: session.continue_(reply=ReplyOptions(max_tokens=value))]
+        calls += [lambda: session.continue_(reply=ReplyOptions(thinking_budget=value))]
+    calls += [lambda: session.rewind("m0"), lambda: session.append_text(None), lambda: session.score(None)]
+    calls += [lambda: session.add(3), lambda: session.add([None]), lambda: session.edit(1, 7)]
+    for call in calls:
+        with pytest.raises(InvalidValueError):
+            call()
+    assert len(session.history.records) == before
+
+
+def test_a_continuation_that_does_not_fit_the_context_is_not_scored() -> None:
+    session = new_session(SETUPS["llama"], replace(model("llama"), context_length=100))
+    session.add("Hi.")
+    with pytest.raises(ContextLengthError, match="context has 100"):
+        session.score([5] * 100)
+    assert session.score([5]).ids == (5,)
+
+
+def test_a_prefill_that_fails_leaves_the_conversation_as_it_was() -> None:
+    session = new_session(SETUPS["llama"], replace(model("llama"), context_length=4))
+    session.add(PROMPT)
+    turns = session.turns
+    with pytest.raises(ContextLengthError):
+        session.prefill()
+    assert session.turns == turns
 
 
 def test_rewinding_says_what_is_wrong_and_changes_nothing() -> None:
@@ -372,6 +424,25 @@ def test_branches_that_do_not_fit_are_parked_and_go_on_as_if_they_had_not_been(n
     assert tight == free
     assert held > 0
     assert parked == 0
+
+
+@each_kind
+def test_a_parked_branch_is_rewound_as_one_that_was_not(name) -> None:
+    setup = SETUPS[name]
+    reply = replace(greedy(6), sampling=SamplingParams(temperature=1.5, seed=7))
+    told = []
+    for max_bytes in (2**40, 1):
+        session = new_session(setup)
+        session.add(PROMPT)
+        branches = session.branch(2, reply=reply, max_bytes=max_bytes)
+        for branch in branches:
+            list(branch.continue_())
+        rested = branches[0]
+        assert (rested.sequence.num_bytes == 0) == (max_bytes == 1)
+        rested.rewind(num_tokens=rested.history.reply.start + 3)
+        list(rested.continue_(reply=greedy(6)))
+        told.append([(token.id, token.logprob) for token in rested.history.reply.tokens])
+    assert told[0] == told[1]
 
 
 class Wandering:
