@@ -201,12 +201,14 @@ class Keeper:
         state: SessionState,
         cache: CacheExport,
         media: Mapping[int, tuple[int, int]],
-        marks: Sequence[StateMark] = (),
+        marks: Sequence[StateMark],
+        keep: int,
     ) -> None:
-        """Take note of what a resumed snapshot's files hold already, so that only what is new gets written."""
+        """Take note of what a resumed snapshot's files hold already, so that only what is new gets written. Cache rows
+        in them behind `keep` are void: the conversation was rewound after they had been written."""
         self._cache, self._media = cache, dict(media)
         self._marks = {mark.position: mark for mark in marks}
-        self._keep = state.sequence.num_fed
+        self._keep = keep
         self._schedule(state, 0.0)
 
     # -- records -----------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def resume(
         session.state.reply_options = _reply_options(history, model, options)
         adopted = _restore(store, session, options, cancel)
         keeper = Keeper(store, options.policy, files=adopted.files)
-        keeper.adopt(session.state, adopted.cache, adopted.media, adopted.marks)
+        keeper.adopt(session.state, adopted.cache, adopted.media, adopted.marks, adopted.keep)
         session._attach(keeper)
         session.notes = tuple(store.notes) + _environment_notes(store)
         return session
@@ -164,6 +164,7 @@ class _Adopted:
     cache: CacheExport
     media: dict[int, tuple[int, int]]
     marks: tuple[StateMark, ...] = ()
+    keep: int = 0  # rows of the cache that no rewind has made void since
 
 
 def _restore(store: SnapshotStore, session: Session, options: ResumeOptions, cancel: CancelToken) -> _Adopted:
@@ -180,8 +181,8 @@ def _restore(store: SnapshotStore, session: Session, options: ResumeOptions, can
     known = len(session.media)
     for source in session.history.media[known:]:
         session.media.append(_unprepared(source.kind, source.name))
-    _replay(store, session, adopted.cache, options, cancel)
-    return adopted
+    keep = _replay(store, session, adopted.cache, options, cancel)
+    return replace(adopted, keep=keep)
 
 
 def _unprepared(kind: str, name: str) -> Any:
@@ -239,8 +240,9 @@ def _check_state(state: CacheExport, pinned: History, model: Model) -> None:
 
 def _replay(
     store: SnapshotStore, session: Session, state: CacheExport, options: ResumeOptions, cancel: CancelToken
-) -> None:
-    """From the restored cache to the journal's end: cut what was rewound since, feed again what was fed since."""
+) -> int:
+    """From the restored cache to the journal's end: cut what was rewound since, feed again what was fed since. Returns
+    how many of the restored rows stayed."""
     history, sequence = session.history, session.sequence
     num_pinned = 0 if store.manifest is None else store.manifest.pin.num_records
     since = history.records[num_pinned:]
@@ -274,6 +276,7 @@ def _replay(
         # A kill came before the last features were on the disk. They are computed again when the reply goes on; what
         # was fed after them can only be fed again then.
         session.state.owed = feed_again
+    return min([state.position, *keeps])
 
 
 def _media_complete(session: Session) -> bool:

@@ -112,8 +112,18 @@ class SessionState:
     def follow(self, cancel: CancelToken) -> None:
         """Before a run: the sequence is where the history is, or one token ahead (sampled, and not recorded yet)."""
         ids, known = self.sequence.ids, self.history.ids
-        if ids != known and (len(ids) != len(known) + 1 or ids[:-1] != known):
+        if ids == known:
+            self._feed_known(cancel)
+        elif len(ids) != len(known) + 1 or ids[:-1] != known:
             self.agree(cancel)
+
+    def _feed_known(self, cancel: CancelToken) -> None:
+        """Feed again what is on record as fed and isn't: going back was interrupted before its record, or this was
+        stopped. (What a resume owes comes in `catch_up`.)"""
+        sequence, history = self.sequence, self.history
+        if self.owed is None and sequence.end < history.num_fed:
+            sequence.repair(cancel)
+            sequence.replay(history.passes.entries, history.num_fed, cancel=cancel)
 
     def agree(self, cancel: CancelToken = NEVER) -> None:
         """Take out of the sequence what the history doesn't know; it is computed again when the reply goes on.
@@ -123,6 +133,7 @@ class SessionState:
         self.heal()
         sequence, known = self.sequence, self.history.ids
         if sequence.ids == known:
+            self._feed_known(cancel)
             return
         common = next((i for i, (a, b) in enumerate(zip(sequence.ids, known, strict=False)) if a != b), None)
         if common is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 
 import mlx.core as mx
@@ -12,8 +13,10 @@ from mlxgen.cancellation import Cancelled
 from mlxgen.errors import ContextLengthError, InvalidValueError
 from mlxgen.events import Token
 from mlxgen.options import ReplyOptions
+from mlxgen.persist import AutosavePolicy
 from mlxgen.resumption import ResumeOptions, resume
 from mlxgen.sampling import SamplingParams
+from mlxgen.sequence import TokenSequence
 from mlxgen.session import Session
 
 SETUPS = {name: replace(setup, cache=replace(setup.cache, mark_every=8)) for name, setup in SETUPS.items()}
@@ -574,3 +577,54 @@ def test_a_reply_that_was_stopped_in_its_prompt_is_left_to_go_on(name, ask) -> N
     assert outcome.values == expected.values
     if ask == "branch":
         assert branch.history.reply.tokens == session.history.reply.tokens
+
+
+@each_kind
+def test_after_a_kill_behind_a_rewind_no_row_from_before_it_is_saved_as_if_it_were_new(name, tmp_path) -> None:
+    """The newest generation is older than the rewind, and longer than what was kept."""
+    setup = SETUPS[name]
+    path, killed = tmp_path / "a.mlxgen", tmp_path / "killed.mlxgen"
+    session = new_session(setup)
+    session.autosave(path, policy=AutosavePolicy(every_s=10**6, every_tokens=10**6))
+    session.send(PROMPT, reply=greedy(12))
+    session.save()
+    session.rewind(num_tokens=session.history.reply.start + 3)
+    seeded = replace(sampled(12), ban=("e",))
+    for event in session.continue_(reply=seeded):
+        if isinstance(event, Token) and event.index == 9:
+            shutil.copytree(path, killed)
+            break
+    again = resume(killed, options=ResumeOptions(model=session.model))
+    list(again.continue_())
+    again.close()
+    list(session.continue_())
+    with resume(killed, options=ResumeOptions(model=session.model)) as last:
+        assert last.history.ids == session.history.ids
+        found, expected = Outcome(), Outcome()
+        found.take(last.continue_(reply=greedy(6)))
+        expected.take(session.continue_(reply=greedy(6)))
+        assert found.values == expected.values
+    session.close()
+
+
+@each_kind
+@pytest.mark.parametrize("num_kept", [11, 5, 0])
+def test_an_interrupt_between_going_back_and_its_record_takes_nothing_back(name, num_kept, monkeypatch) -> None:
+    session, _ = whole(SETUPS[name], sampled(12))
+    expected, _ = whole(SETUPS[name], sampled(12))
+    go_back = TokenSequence.go_back
+
+    def interrupted(self, position: int) -> int:
+        go_back(self, position)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(TokenSequence, "go_back", interrupted)
+        session.rewind(num_tokens=session.history.reply.start + num_kept)
+    twin = session.fork()
+    outcomes = []
+    for one in (session, twin, expected):
+        outcomes.append(Outcome())
+        outcomes[-1].take(one.continue_(reply=sampled(4)))
+        assert one.sequence.passes.entries == one.history.passes.entries
+    assert outcomes[0].values == outcomes[1].values == outcomes[2].values
