@@ -45,8 +45,8 @@ tokens equal those of the same weights dequantised.
 LINES: Final = """
 ## Lines of code
 
-Of a family's own files (called like it, or used by no other family), and of others that it uses in `families/`, `processors/` and
-`towers/`. Files that every family uses (opening, resizing, placeholders, weights) aren't counted.
+Of a family's own files (called like it, or used by no other family), and of others that it uses in `families/`,
+`processors/` and `towers/`. Files that every family uses (opening, resizing, placeholders, weights) aren't counted.
 
 | family | own | shared |
 |---|---|---|
