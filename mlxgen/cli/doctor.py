@@ -52,6 +52,9 @@ def _findings(args: argparse.Namespace, console: Console, cancel: CancelToken) -
     model = load_model(args, console, cancel)
     seconds = time.perf_counter() - began_s
     yield Finding("model", f"{model.name}: {model.num_bytes / 1e6:.0f} MB, loaded and identified in {seconds:.1f} s")
+    notice = getattr(model.vision, "notice", "")
+    if notice:
+        yield Finding("vision family", notice)
     yield from prove(model, child_command(args), console, cancel)
 
 
@@ -78,7 +81,7 @@ def environment() -> Iterator[Finding]:
     yield _system()
     yield from _device()
     yield _cache_folder()
-    yield _families()
+    yield from _families()
     if find_spec("pillow_heif") is None:
         yield Finding("HEIC pictures", "can't be read; pip install 'mlxgen[heic]'")
 
@@ -143,11 +146,16 @@ def _cache_folder() -> Finding:
     return Finding("cache folder", detail if writable else f"{folder} can't be written to; set MLXGEN_CACHE", writable)
 
 
-def _families() -> Finding:
-    from mlxgen.models import vision_families
+def _families() -> Iterator[Finding]:
+    from mlxgen.models.families import installed_families
 
     try:
-        names = sorted({family.name for family in vision_families().values()})
+        installed = installed_families()
+        names = sorted({one.family.name for one in installed if not one.fallback})
+        fallbacks = [one.family for one in installed if one.fallback]
     except Exception as error:
-        return Finding("vision families", f"can't be loaded: {type(error).__name__}: {error}", False)
-    return Finding("vision families", ", ".join(names) or "none installed")
+        yield Finding("vision families", f"can't be loaded: {type(error).__name__}: {error}", False)
+        return
+    yield Finding("vision families", ", ".join(names) or "none installed")
+    for family in fallbacks:
+        yield Finding(family.name, getattr(family, "status", "gets model types that no other family has"))
