@@ -23,7 +23,7 @@ MAX_BACKTRACKS: Final = 1000  # in one run of a reply
 Finish = dict[str, Any]  # the data of a `finish` record
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Verdict:
     """The event of a token that is about to be recorded, its marks, how the reply ends if it ends with it (None: it
     goes on), and the events that follow the token's."""
