@@ -295,6 +295,12 @@ class History:
 
     def _mark(self, data: Any) -> None:
         count, kind, detail = (list(data) + [None])[:3]
+        if not 0 <= int(count) <= len(self._open_reply().tokens):
+            raise ValueError(f"it is behind token {count} of a reply's {len(self._open_reply().tokens)}")
+        if kind in ("heal", "mend"):
+            detail = {"ids": [_token_id(token) for token in detail["ids"]], "text": str(detail["text"])}
+        elif kind == "close":
+            detail = [_token_id(token) for token in detail]
         self._open_reply().marks.append((int(count), str(kind), detail))
 
     def _finish(self, data: Mapping[str, Any]) -> None:

@@ -535,7 +535,10 @@ class Session:
         self._bring_in(cancel)
         twin = self.fork()
         reopen(twin.state)
-        return score(twin.state, ids, cancel=cancel)
+        reply = twin.history.reply
+        healed = [] if reply is None else reply.waiting  # what healing took off comes before anything else
+        found = score(twin.state, [*healed, *ids], cancel=cancel)
+        return Score(found.ids[len(healed) :], found.logprobs[len(healed) :])
 
     # -- saving ----------------------------------------------------------------------------------------------------
 

@@ -101,3 +101,12 @@ def test_words_after_a_healed_place_bring_back_what_was_taken_off() -> None:
     list(session.continue_(reply=greedy(2)))
     assert session.reply_text.startswith("ain, ")
     assert session.model.tokenizer.decode(session.history.ids).startswith(CUT + "ain, ")
+
+
+def test_a_score_at_a_healed_place_is_of_what_follows_the_words_taken_off() -> None:
+    session = session_of("llama")
+    session.send(CUT, reply=replace(greedy(NUM_TOKENS), heal=True), cancel=StopAt(1))
+    assert session.history.reply.waiting
+    plain = session_of("llama")
+    plain.add(CUT)
+    assert session.score("ain").logprobs == pytest.approx(plain.score("ain").logprobs, abs=1e-4)
