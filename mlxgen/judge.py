@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from mlxgen.errors import BannedStringError, StopConditionError
+from mlxgen.errors import BannedStringError, SnapshotError, StopConditionError
 from mlxgen.events import Section, StopHit, StopKind, Token, ToolCall, TopLogprob
 from mlxgen.history import Reply
 from mlxgen.models.model import Model
@@ -233,7 +233,7 @@ class Judge:
         """Where the last closing of a thinking section began, and its ids."""
         for count, kind, detail in reversed(self._reply.marks):
             if kind == "close":
-                return count - 1, token_ids_checked(list(detail), self._model.vocab_size)
+                return count - 1, token_ids_checked(_closing_ids(detail), self._model.vocab_size)
         return None
 
     def first_to_go(self, hit: BanHit) -> int:
@@ -245,7 +245,8 @@ class Judge:
 
     def closes_thinking(self, index: int) -> bool:
         """Whether token number `index` is one that was put there to close a thinking section."""
-        closings = [(count - 1, len(detail)) for count, kind, detail in self._reply.marks if kind == "close"]
+        marks = self._reply.marks
+        closings = [(count - 1, len(_closing_ids(detail))) for count, kind, detail in marks if kind == "close"]
         return any(begun <= index < begun + num_tokens for begun, num_tokens in closings)
 
     def check_backtrack(self, hit: BanHit, index: int, token: int) -> None:
@@ -272,11 +273,20 @@ def rebuild_text(tokenizer: Any, reply: Reply) -> TextStream:
 def stop_of(finish: Mapping[str, Any]) -> StopHit | None:
     """The `StopHit` that a `finish` record has."""
     data = finish.get("hit")
-    return None if data is None else StopHit(data["kind"], data["value"], int(data["token"]), int(data["char"]))
+    try:
+        return None if data is None else StopHit(data["kind"], data["value"], int(data["token"]), int(data["char"]))
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise SnapshotError(f"the journal's 'finish' record is malformed ({error}); it can't be used") from error
 
 
 def _recorded(stop: StopHit) -> Finish:
     return {"hit": {"kind": stop.kind, "value": stop.value, "token": stop.token_index, "char": stop.char_index}}
+
+
+def _closing_ids(detail: Any) -> list[Any]:
+    if not isinstance(detail, list):
+        raise SnapshotError(f"the journal's 'close' mark has {detail!r} for token ids; it can't be used")
+    return detail
 
 
 def _mark(count: int, kind: str, *detail: Any) -> Record:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ from mlxgen.errors import BannedStringError, InvalidValueError, MlxgenError, Uns
 from mlxgen.events import Backtrack, StopHit, Token
 from mlxgen.judge import Judge
 from mlxgen.options import ReplyOptions
+from mlxgen.persist import AutosavePolicy
 from mlxgen.resumption import ResumeOptions, resume
 from mlxgen.sampling import SamplingParams
 from mlxgen.session import Session
@@ -416,3 +418,52 @@ def test_within_a_grammar(tmp_path) -> None:
     with pytest.raises(MlxgenError):
         session.send("Say it.", reply=only)
     assert session.continue_(reply=plain(4)) is not None
+
+
+def test_going_back_to_any_token_and_forking_there() -> None:
+    """A mark of the user's own inside of half a banned string, or behind one that was taken back: the same reply comes,
+    also from a fork."""
+    talker = says_with("llama", WORDS)
+    reply = plain(16, ban=("the sea", "is on the hill"), stop=("zz",), stop_regex=("q{3}",))
+    whole = talker.run(reply)
+    for place in range(len(whole.ids)):
+        session = talker.session()
+        session.send("Say it.", reply=reply)
+        session.rewind(num_tokens=session.history.reply.start + place)
+        before = session.reply_text
+        assert whole.finished.text.startswith(before)
+        for each in (session.fork(), session):
+            heard = Heard()
+            heard.take(each.continue_())
+            assert each.history.reply.ids == whole.ids
+            assert before + heard.text == each.reply_text == whole.finished.text
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_a_lost_process_resumes_from_journal_and_last_generation(name, tmp_path) -> None:
+    """As after kill -9 while everything is saved all the time: a generation may know tokens that were taken back."""
+    talker = says(model(SETUPS[name].kind), WORDS, SETUPS[name])
+    reply = plain(14, ban=("the sea", "is on the hi"))
+    whole = talker.run(reply)
+    session = talker.session()
+    session.autosave(tmp_path / "live.mlxgen", policy=AutosavePolicy(every_s=0, every_tokens=1, max_share=1.0))
+    copies = []
+    for _ in session.stream("Say it.", reply=reply):
+        copies.append(copied(tmp_path / "live.mlxgen", tmp_path / f"copy{len(copies)}.mlxgen"))
+    session.close()
+    for copy in copies[:: 1 if name == "llama" else 4]:
+        with resume(copy, options=ResumeOptions(model=talker.using)) as again:
+            before, heard = again.reply_text, Heard()
+            if again.unfinished:
+                heard.take(again.continue_())
+            assert again.history.reply.ids == whole.ids
+            assert again.reply_text == before + heard.text == whole.finished.text
+
+
+def copied(live, target):
+    """A copy of a folder that is being written."""
+    while True:
+        try:
+            return shutil.copytree(live, target, ignore=shutil.ignore_patterns(".tmp-*"))
+        except shutil.Error:
+            shutil.rmtree(target)

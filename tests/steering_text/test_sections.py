@@ -20,6 +20,7 @@ from scripted import (
 )
 from tiny.tokenizer import build_tokenizer
 
+from mlxgen.errors import MlxgenError, SnapshotError
 from mlxgen.events import Backtrack, Section, SectionText, Token, ToolCall
 from mlxgen.options import ReplyOptions
 from mlxgen.resumption import ResumeOptions, resume
@@ -403,3 +404,18 @@ def test_tools_reach_the_template_and_the_parser(tmp_path) -> None:
         shown = talker.using.tokenizer.decode(again.history.ids)
         assert "<|im_start|>tool\nwet<|im_end|>" in shown
         assert words in shown
+
+
+def test_a_damaged_journal_is_an_error_that_says_so() -> None:
+    talker = says(sectioned(), "<think>one and two and three</think>So.")
+    session = talker.session()
+    session.send("Say it.", reply=plain(6, thinking_budget=2))
+    reply = session.history.reply
+    for mark in ((5, "close", None), (5, "close", [10**9]), (5, "close", ["x"]), (5, "steer", 3)):
+        twin = session.fork()
+        twin.history.reply.marks = [*reply.marks[:-1], mark]
+        with pytest.raises(MlxgenError):
+            list(twin.continue_())
+    reply.finish = {"reason": "stop", "hit": {"kind": "token"}}
+    with pytest.raises(SnapshotError, match="finish"):
+        _ = session.last_finished
