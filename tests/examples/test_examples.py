@@ -100,7 +100,7 @@ def test_best_of_n(capsys: pytest.CaptureFixture[str], loaded: Any) -> None:
 
 @language_model
 def test_think_branch_judge(capsys: pytest.CaptureFixture[str]) -> None:
-    example("think_branch_judge").main(["--branches", "3", "--max-tokens", "8"])
+    example("think_branch_judge").main(["--branches", "3", "--max-tokens", "6"])
     out = capsys.readouterr().out
     assert out.startswith("thinks: ")
     answers = re.findall(r"^answer \(([-+.0-9]+)\): (.*)$", out, re.MULTILINE)
@@ -119,7 +119,7 @@ def test_json_from_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert json.loads(capsys.readouterr().out) == {"shape": "It is a star.", "colour": "It is blue."}
     model = mlxgen.load("shapes-vl")
     for kind in KINDS:
-        for colour in COLOURS:
+        for colour in list(COLOURS)[::2]:
             picture = draw_scene([Shape(kind, colour, 56, 56, 20.0)])
             found = module.describe(mlxgen.Session(model), picture, "What do you see?")
             assert found == {"shape": f"It is a {kind}.", "colour": f"It is {colour}."}
