@@ -15,7 +15,15 @@ def test_environment_alone(capfdbinary: Any) -> None:
     result = call(capfdbinary, "doctor")
     assert result.code == 0
     text = result.out.decode()
-    for expected in ("versions: mlxgen ", "python: 3.", "system: ", "device: ", "memory: ", "cache folder: ", "mlx-vlm: "):
+    for expected in (
+        "versions: mlxgen ",
+        "python: 3.",
+        "system: ",
+        "device: ",
+        "memory: ",
+        "cache folder: ",
+        "mlx-vlm: ",
+    ):
         assert expected in text
     assert "BROKEN" not in text
     assert call(capfdbinary, "doctor", "--quiet").out == b""
