@@ -99,6 +99,17 @@ def test_best_of_n(capsys: pytest.CaptureFixture[str], loaded: Any) -> None:
 
 
 @language_model
+def test_cancel_and_ask(capsys: pytest.CaptureFixture[str]) -> None:
+    example("cancel_and_ask").main([])
+    said, rest = capsys.readouterr().out.split("\n[cancelled after ")
+    num_said = int(rest.split()[0])
+    assert said.strip()
+    assert 16 <= num_said < 400
+    reused, total = map(int, re.search(r"\[(\d+) of (\d+) tokens of the conversation", rest).groups())
+    assert num_said < reused < total < reused + 30
+
+
+@language_model
 def test_think_branch_judge(capsys: pytest.CaptureFixture[str]) -> None:
     example("think_branch_judge").main(["--branches", "3", "--max-tokens", "6"])
     out = capsys.readouterr().out
