@@ -33,6 +33,8 @@ class BanList:
         self.strings = tuple(strings)
         self._longest = max(map(len, strings), default=0)
         self._first_chars = frozenset(banned[0] for banned in strings)
+        # Whether one may begin in the middle of a token, with a character that the token has only the first bytes of.
+        self.begin_in_bytes = any(char > "\x7f" for char in self._first_chars)
 
     def completed(self, text: str, new: int) -> tuple[int, str] | None:
         """(start, string) of the first banned string that is complete with the characters from `new` on; None if none

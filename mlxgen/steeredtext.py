@@ -188,7 +188,7 @@ class SteeredText(TextStream):
     def _advance(self, *, later: bool = False) -> str:
         """Show what may be shown now, or (`later`) when it is paid; returns what that adds."""
         hit = self._hit_start()
-        partial = None if self._bans is None or hit is not None else self._bans.first_partial(self._all)
+        partial = None if hit is not None else self._first_partial()
         certain = self._num_tokens if partial is None else self._certain[self._token_of(partial)]
         del self._certain[self._num_tokens :]
         self._certain.append(certain)
@@ -203,6 +203,15 @@ class SteeredText(TextStream):
             self._owed.append((len(self._all), limit))
             return ""
         return self._show_up_to(limit if self._regex.hold is None or hit is not None else min(limit, self._regex.hold))
+
+    def _first_partial(self) -> int | None:
+        """Where the text's end may become a banned string; an unfinished character may begin one."""
+        if self._bans is None:
+            return None
+        partial = self._bans.first_partial(self._all)
+        if partial is None and self._bans.begin_in_bytes and self._whole and not self._whole[-1]:
+            return len(self._all)
+        return partial
 
     def _pay(self) -> None:
         """Show what replayed tokens have shown, as far as patterns let it go; see whether one of them has hit.
