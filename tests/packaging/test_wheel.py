@@ -85,7 +85,7 @@ def test_metadata_and_license(wheel: zipfile.ZipFile) -> None:
     metadata = Parser().parsestr(wheel.read(path).decode())
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert set(metadata.get_all("Provides-Extra")) == {"cpu", "cuda", "demo", "dev", "heic"}
+    assert set(metadata.get_all("Provides-Extra")) == {"cpu", "cuda", "demo", "dev", "grammar", "heic", "mlx-vlm"}
     assert any(name.endswith("/licenses/LICENSE") for name in wheel.namelist())
     body = metadata.get_payload()
     assert isinstance(body, str)
