@@ -1,7 +1,7 @@
 """An asyncio program cancels an answer and asks something else at once: what was said stays, nothing is read again.
 
-    python examples/cancel_and_ask.py
-    python examples/cancel_and_ask.py --model mlx-community/Qwen3-4B-4bit
+python examples/cancel_and_ask.py
+python examples/cancel_and_ask.py --model mlx-community/Qwen3-4B-4bit
 """
 
 from __future__ import annotations
