@@ -70,7 +70,7 @@ def document(families: tuple[Description, ...]) -> str:
         for family in native
     ]
     checks = [
-        _row(family.name, "; ".join(compared(one) for one in family.parity) or "no reference was compared")
+        _row(family.name, "; ".join(compared(one) for one in family.parity) or "no stored reference")
         for family in native
     ]
     notes = [f"- {family.name}: {family.note}\n" for family in native if family.note]

@@ -35,7 +35,7 @@ def lines(family: Description) -> Iterator[str]:
         "takes": media(family),
         "units": units(family),
         "layouts": ", ".join(family.layouts) or NOT_SAID,
-        "compared": "; ".join(compared(one) for one in family.parity) or "no reference was compared",
+        "compared": "; ".join(compared(one) for one in family.parity) or "no stored reference",
         "package": "" if family.package == "mlxgen" else family.package,
         "note": family.note,
     }

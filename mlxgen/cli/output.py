@@ -145,9 +145,11 @@ def statistics(event: Finished) -> str:
     if usage.generation_tps > 0:
         parts[-1] += f" at {usage.generation_tps:.1f} tokens/s"
     if usage.images_prepared or usage.images_encoded:
-        parts.append(f"{max(usage.images_prepared, usage.images_encoded)} images")
+        num_images = max(usage.images_prepared, usage.images_encoded)
+        parts.append("1 image" if num_images == 1 else f"{num_images} images")
     if usage.frames_prepared or usage.frames_encoded:
-        parts.append(f"{max(usage.frames_prepared, usage.frames_encoded)} frames")
+        num_frames = max(usage.frames_prepared, usage.frames_encoded)
+        parts.append("1 frame" if num_frames == 1 else f"{num_frames} frames")
     if usage.time_to_first_token_s is not None:
         parts.append(f"first token after {usage.time_to_first_token_s:.2f} s")
     parts.append(f"peak memory {usage.peak_memory_bytes / 1e9:.2f} GB")

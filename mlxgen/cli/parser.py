@@ -133,7 +133,10 @@ def _generate(parser: Parser) -> None:
     _sampling_flags(parser, DEFAULT_MAX_TOKENS)
     _steering_flags(parser)
     _session_flags(parser)
-    _snapshot_flags(parser, "snapshot to keep (default: one in the cache folder, removed when the reply is complete)")
+    _snapshot_flags(
+        parser,
+        "snapshot to keep (default: one in the cache folder, removed when the reply is complete unless it was resumed)",
+    )
     _output_flags(parser, timeout=True)
 
 
