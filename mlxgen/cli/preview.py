@@ -39,7 +39,8 @@ def draw_preview(overview: Overview, target: Path) -> int:
                 raise MediaError(
                     f"{overview.path} has more than {_MAX_CELLS} pictures and frames: too many for a sheet"
                 )
-            cells.append((f"{caption} {pixels.shape[1]}×{pixels.shape[0]}", _thumbnail(pixels)))
+            # An x: the font that comes with Pillow has no ×.
+            cells.append((f"{caption} {pixels.shape[1]} x {pixels.shape[0]}", _thumbnail(pixels)))
     if not cells:
         raise MediaError(f"{overview.path} has no prepared pictures or frames to draw")
     try:
