@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from mlxgen.events import Section, SectionKind, SectionText
+from mlxgen.strings import Beginnings
 
 _NORMAL: Final = "normal"
 _THINKING: Final = "reasoning"
@@ -120,6 +121,10 @@ class SectionTracker:
         self._longest = {
             state: max((len(marker.text) for marker in ways), default=0) for state, ways in self._ways.items()
         }
+        self._spelled = {
+            state: Beginnings([marker.text for marker in ways if marker.id is None])
+            for state, ways in self._ways.items()
+        }
         self._since = 0  # where the text of the current state begins
         self._index = 0  # with which token
         self._parts: list[tuple[SectionKind, int, int]] = []
@@ -149,7 +154,8 @@ class SectionTracker:
         self.num_thinking += before == self.kind == "thinking" and not found
         # Text between two sections, or a marker, is of the section it touches.
         self.token_kind = self.kind if self.kind != "answer" else before
-        self.hold = self._first_partial(text)
+        spelled = self._spelled.get(self._state)
+        self.hold = None if spelled is None else spelled.first(text, self._since)
         return found
 
     def _next(self, token: int | None, text: str, position: int, start: int) -> tuple[int, int, Marker] | None:
@@ -181,17 +187,6 @@ class SectionTracker:
             if then != "answer":
                 found.append(Section(then, True, index, end))
         self._state, self.kind, self._since, self._index = to, then, end, index
-
-    def _first_partial(self, text: str) -> int | None:
-        size, longest = len(text), self._longest.get(self._state, 0)
-        spelled = [marker.text for marker in self._ways.get(self._state, ()) if marker.id is None]
-        if not spelled:
-            return None
-        for start in range(max(self._since, size - longest + 1), size):
-            rest = text[start:]
-            if any(len(marker) > len(rest) and marker.startswith(rest) for marker in spelled):
-                return start
-        return None
 
     def end(self, index: int, text: str) -> list[Section | ToolText]:
         """Token number `index` is the one that ends the reply: it closes an open tool call (some formats have no other

@@ -9,12 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
-from mlxgen.errors import InvalidValueError
-
-MAX_STOP_STRINGS: Final = 256
-MAX_STOP_CHARS: Final = 4096
+from mlxgen.strings import Beginnings, checked_strings
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +30,10 @@ class StopMatcher:
     """
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
-        if isinstance(stop_strings, str):
-            raise InvalidValueError("stop strings are given as one string; give a list of strings")
-        if len(stop_strings) > MAX_STOP_STRINGS:
-            raise InvalidValueError(f"{len(stop_strings)} stop strings; the limit is {MAX_STOP_STRINGS}, use fewer")
-        for stop in stop_strings:
-            if not isinstance(stop, str) or not stop:
-                raise InvalidValueError(f"stop string {stop!r} is empty or no string; leave it out")
-            if len(stop) > MAX_STOP_CHARS:
-                raise InvalidValueError(
-                    f"a stop string of {len(stop)} characters; the limit is {MAX_STOP_CHARS}, use its beginning"
-                )
-        self.stop_strings = tuple(stop_strings)
+        self.stop_strings = checked_strings(stop_strings, "stop")
         shortest_first = sorted(set(stop_strings), key=lambda stop: (len(stop), stop))
         self._complete = re.compile("|".join(map(re.escape, shortest_first))) if shortest_first else None
-        self._longest = max(map(len, stop_strings), default=0)
-        self._first_chars = frozenset(stop[0] for stop in stop_strings)
+        self._beginnings = Beginnings(self.stop_strings)
         # Text from the first position that may still begin a match; its first `_num_shown` characters are shown
         # already (after a flush).
         self._buffer = ""
@@ -111,7 +95,9 @@ class StopMatcher:
         if self._complete is None:
             text, self._buffer = self._buffer, ""
             return text
-        partial = self._first_partial()
+        partial = self._beginnings.first(self._buffer)
+        if partial is None:
+            partial = len(self._buffer)
         found = self._complete.search(self._buffer)
         if found is not None and found.start() <= partial:
             text = self._show_up_to(found.start())
@@ -121,16 +107,6 @@ class StopMatcher:
         self._buffer = self._buffer[partial:]
         self._num_shown -= partial
         return text
-
-    def _first_partial(self) -> int:
-        """The first position from which the buffer is a proper beginning of a stop string; its length if none is."""
-        size = len(self._buffer)
-        for start in range(max(0, size - self._longest + 1), size):
-            if self._buffer[start] in self._first_chars:
-                rest = self._buffer[start:]
-                if any(len(stop) > len(rest) and stop.startswith(rest) for stop in self.stop_strings):
-                    return start
-        return size
 
     def _show_up_to(self, end: int) -> str:
         text = self._buffer[self._num_shown : end]
