@@ -1,6 +1,6 @@
 """The KV caches of mlx-lm, made exportable, restorable and trimmable, one adapter per kind."""
 
-from mlxgen.cache.adapter import CacheAdapter, adapter_of, can_trim, fork, leaves, trim
+from mlxgen.cache.adapter import CacheAdapter, adapter_of, can_trim, fork, leaves, room_for, trim
 from mlxgen.cache.build import CacheOptions, make_cache, quantize_from
 from mlxgen.cache.marks import StateMark, StateMarks
 
@@ -15,5 +15,6 @@ __all__ = [
     "leaves",
     "make_cache",
     "quantize_from",
+    "room_for",
     "trim",
 ]

@@ -10,13 +10,15 @@ longer bit-identical).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx_lm.models import cache as kinds
 
 from mlxgen.errors import SnapshotError, UnsupportedError
+
+_GROWTH_ROWS = 256  # mlx-lm's caches grow by so many rows
 
 Meta = dict[str, Any]
 Arrays = dict[str, mx.array]
@@ -49,6 +51,10 @@ class CacheAdapter(Protocol):
         ...
 
     def write_rows(self, leaf: Any, start: int, arrays: Arrays) -> None: ...
+
+    def join(self, leaf: Any, pieces: Sequence[Arrays], num_rows: int) -> None:
+        """Give a leaf rows in pieces (append kinds), all at once."""
+        ...
 
     def restore(self, leaf: Any, meta: Meta, arrays: Arrays) -> None:
         """Give an empty leaf the whole state (whole kinds)."""
@@ -131,6 +137,27 @@ class AppendAdapter:
         # Evaluated at once: the update is done in place and the segment's own arrays can go.
         mx.eval(list(parts.values()))
 
+    def join(self, leaf: Any, pieces: Sequence[Arrays], num_rows: int) -> None:
+        """Give a leaf these rows, one piece behind the other, lazily; each is copied once. It gets room for `num_rows`
+        (`ConcatenateKVCache` never has room)."""
+        parts = {name: [piece[name] for piece in pieces] for name in pieces[-1]}
+        end = sum(rows.shape[-2] for rows in next(iter(parts.values()), ()))
+        if self.kind != "concatenate" and num_rows > end:
+            for rows in parts.values():
+                shape = list(rows[0].shape)
+                shape[-2] = num_rows - end
+                rows.append(mx.zeros(shape, rows[0].dtype))
+        # Arrays of the leaf's own, also where there is nothing to join: it goes on to change them.
+        joined = {
+            n: mx.concatenate(rows, axis=-2) if len(rows) > 1 else copy.copy(rows[0]) for n, rows in parts.items()
+        }
+        leaf.offset = end
+        if self.kind == "quantized":
+            leaf.keys = tuple(joined[f"k{i}"] for i in range(3))
+            leaf.values = tuple(joined[f"v{i}"] for i in range(3))
+        elif joined:
+            leaf.keys, leaf.values = joined["k"], joined["v"]
+
     def restore(self, leaf: Any, meta: Meta, arrays: Arrays) -> None:
         raise AssertionError("append kinds are restored by rows")
 
@@ -178,6 +205,9 @@ class WholeAdapter:
         raise AssertionError("whole kinds are restored whole")
 
     def write_rows(self, leaf: Any, start: int, arrays: Arrays) -> None:
+        raise AssertionError("whole kinds are restored whole")
+
+    def join(self, leaf: Any, pieces: Sequence[Arrays], num_rows: int) -> None:
         raise AssertionError("whole kinds are restored whole")
 
     def restore(self, leaf: Any, meta: Meta, arrays: Arrays) -> None:
@@ -266,6 +296,20 @@ def _leaves_of(path: str, entry: Any) -> Iterator[tuple[str, Any]]:
         yield path, entry
 
 
+def map_leaves(cache: list[Any], convert: Callable[[str, Any], Any]) -> None:
+    """Put `convert(path, leaf)` in the place of every leaf, in this list; entries that don't change stay the same."""
+    cache[:] = [_mapped(str(index), entry, convert) for index, entry in enumerate(cache)]
+
+
+def _mapped(path: str, entry: Any, convert: Callable[[str, Any], Any]) -> Any:
+    if entry is None or not isinstance(entry, kinds.CacheList):
+        return entry if entry is None else convert(path, entry)
+    children = [_mapped(f"{path}.{index}", child, convert) for index, child in enumerate(entry.caches)]
+    if all(new is old for new, old in zip(children, entry.caches, strict=True)):
+        return entry
+    return kinds.CacheList(*children)
+
+
 def can_trim(cache: Sequence[Any], num_tokens: int) -> bool:
     """Whether *every* layer can give up its last `num_tokens` tokens exactly."""
     return all(adapter_of(leaf).can_trim(leaf, num_tokens) for _, leaf in leaves(cache))
@@ -303,3 +347,8 @@ def _shared(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(map(_shared, value))
     return fork_entry(value) if hasattr(type(value), "state") else value
+
+
+def room_for(num_tokens: int) -> int:
+    """How many rows a cache has that grew to `num_tokens` tokens."""
+    return -(-num_tokens // _GROWTH_ROWS) * _GROWTH_ROWS

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from mlx_lm.models import cache as kinds
 
-from mlxgen.cache.adapter import adapter_of, leaves
+from mlxgen.cache.adapter import leaves, map_leaves
 from mlxgen.errors import InvalidValueError, UnsupportedError
 
 # The first tokens a bounded cache never overwrites, as mlx-lm keeps them (attention sinks, arXiv:2309.17453).
@@ -65,7 +64,11 @@ def make_cache(module: Any, options: CacheOptions) -> list[Any]:
     cache: list[Any] = kinds.make_prompt_cache(module)
     if options.max_kv_size is not None:
         size = options.max_kv_size
-        cache = [_map(entry, kinds.KVCache, lambda _: kinds.RotatingKVCache(size, keep=NUM_KEPT)) for entry in cache]
+
+        def bounded(path: str, leaf: Any) -> Any:
+            return kinds.RotatingKVCache(size, keep=NUM_KEPT) if type(leaf) is kinds.KVCache else leaf
+
+        map_leaves(cache, bounded)
     if options.kv_bits is not None and any(isinstance(leaf, kinds.RotatingKVCache) for _, leaf in leaves(cache)):
         raise UnsupportedError(
             f"kv_bits={options.kv_bits} doesn't work with rotating caches (a sliding-window model, or max_kv_size): "
@@ -84,9 +87,9 @@ def quantize_from(cache: list[Any], options: CacheOptions) -> bool:
         return False
     changed = False
 
-    def convert(leaf: Any) -> Any:
+    def convert(path: str, leaf: Any) -> Any:
         nonlocal changed
-        if leaf.offset < options.quantized_kv_start or leaf.keys is None:
+        if type(leaf) is not kinds.KVCache or leaf.offset < options.quantized_kv_start or leaf.keys is None:
             return leaf
         for part in (leaf.keys, leaf.values):
             if part.shape[-1] % options.kv_group_size:
@@ -97,33 +100,14 @@ def quantize_from(cache: list[Any], options: CacheOptions) -> bool:
         changed = True
         return leaf.to_quantized(group_size=options.kv_group_size, bits=options.kv_bits)
 
-    cache[:] = [_map(entry, kinds.KVCache, convert) for entry in cache]
+    map_leaves(cache, convert)
     return changed
 
 
 def quantize_empty(cache: list[Any], path: str, group_size: int, bits: int) -> None:
     """Replace the empty plain cache at `path` by an empty quantised one, for a restore."""
 
-    def visit(entry: Any, rest: list[str]) -> Any:
-        if not rest:
-            return kinds.QuantizedKVCache(group_size=group_size, bits=bits)
-        children = list(entry.caches)
-        children[int(rest[0])] = visit(children[int(rest[0])], rest[1:])
-        return kinds.CacheList(*children)
+    def convert(own_path: str, leaf: Any) -> Any:
+        return kinds.QuantizedKVCache(group_size=group_size, bits=bits) if own_path == path else leaf
 
-    first, *rest = path.split(".")
-    cache[int(first)] = visit(cache[int(first)], rest)
-
-
-def _map(entry: Any, cls: type, convert: Callable[[Any], Any]) -> Any:
-    if isinstance(entry, kinds.CacheList):
-        children = [_map(child, cls, convert) for child in entry.caches]
-        if all(new is old for new, old in zip(children, entry.caches, strict=True)):
-            return entry
-        return kinds.CacheList(*children)
-    return convert(entry) if type(entry) is cls else entry
-
-
-def num_bytes(cache: list[Any]) -> int:
-    """Bytes held by all buffers of a cache, capacity included."""
-    return sum(array.nbytes for _, leaf in leaves(cache) for array in adapter_of(leaf).arrays(leaf))
+    map_leaves(cache, convert)

@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxgen.cache.adapter import adapter_of, fork_entry, leaves
+from mlxgen.cache.adapter import adapter_of, fork_entry, leaves, map_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +112,8 @@ class StateMarks:
 
 def restore_mark(cache: list[Any], mark: StateMark) -> None:
     """Put the caches that a mark holds back; the others must be trimmed to its position by the caller."""
-    for index, entry in enumerate(cache):
-        cache[index] = _with_marked(entry, str(index), mark.leaves)
-
-
-def _with_marked(entry: Any, path: str, marked: Mapping[str, Any]) -> Any:
-    if path in marked:
-        return fork_entry(marked[path])  # the mark stays as it is
-    if hasattr(entry, "caches"):
-        entry.caches = tuple(_with_marked(child, f"{path}.{i}", marked) for i, child in enumerate(entry.caches))
-    return entry
+    # The mark stays as it is: what goes into the cache is a fork of it.
+    map_leaves(cache, lambda path, leaf: fork_entry(mark.leaves[path]) if path in mark.leaves else leaf)
 
 
 def _position(mark: StateMark) -> int:

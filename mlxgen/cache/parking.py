@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxgen.cache.adapter import adapter_of, fork, fork_entry, leaves
+from mlxgen.cache.adapter import adapter_of, fork, fork_entry, leaves, map_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +48,18 @@ class Parked:
     def restore(self) -> list[Any]:
         """The caches as they were. Copies the shared rows once."""
         cache = fork(self._base)
-        for index, entry in enumerate(cache):
-            cache[index] = self._restored(entry, str(index))
+        map_leaves(cache, self._restored)
         return cache
 
-    def _restored(self, entry: Any, path: str) -> Any:
+    def _restored(self, path: str, leaf: Any) -> Any:
         if path in self._whole:
             return fork_entry(self._whole[path])
-        if hasattr(entry, "caches"):
-            entry.caches = tuple(self._restored(child, f"{path}.{i}") for i, child in enumerate(entry.caches))
-            return entry
-        rows = self._rows.get(path)
-        if rows is None or not rows.meta["arrays"]:
-            return entry
-        adapter = adapter_of(entry)
-        shared = adapter.rows(entry, 0, rows.start) if rows.start else {}
-        twin = fork_entry(entry)
-        adapter.allocate(twin, rows.meta)
-        if shared:
-            adapter.write_rows(twin, 0, shared)
-        if int(rows.meta["offset"]) > rows.start:
-            adapter.write_rows(twin, rows.start, rows.arrays)
-        return twin
+        rows = self._rows[path]
+        if not rows.meta["arrays"]:
+            return leaf
+        adapter = adapter_of(leaf)
+        shared = [adapter.rows(leaf, 0, rows.start)] if rows.start else []
+        _, shape = next(iter(rows.meta["arrays"].values()))
+        adapter.join(leaf, [*shared, rows.arrays], shape[-2])
+        mx.eval(adapter.arrays(leaf))
+        return leaf

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -26,8 +26,6 @@ from mlxgen.models.model import Model
 from mlxgen.streams import generation_stream
 
 _log = logging.getLogger(__name__)
-
-_CACHE_STEP: Final = 256  # mlx-lm's caches grow by so many rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,25 +84,23 @@ def _traced_caches(model: Model) -> list[Any]:
 def _cache_bytes(cache: Any, size: RunSize) -> int:
     from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 
+    from mlxgen.cache import room_for
+
     if isinstance(cache, CacheList):
         return sum(_cache_bytes(part, size) for part in cache.caches)
     keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
     if keys is None or values is None:  # recurrent state: the same size for any number of tokens
         return sum(int(array.nbytes) for _, array in tree_flatten(cache.state) if isinstance(array, mx.array))
-    rows = _steps(size.num_tokens)
+    rows = room_for(size.num_tokens)
     if isinstance(cache, RotatingKVCache):
         rows = min(rows, cache.max_size + size.chunk_size)
     elif isinstance(cache, ChunkedKVCache):
-        rows = min(rows, cache.chunk_size + _steps(size.chunk_size))
+        rows = min(rows, cache.chunk_size + room_for(size.chunk_size))
     elements = rows * sum(int(array.size) // int(array.shape[-2]) for array in (keys, values))
     item_bytes = int(keys.itemsize)
     if size.kv_bits is not None and type(cache) is KVCache:
         return elements * size.kv_bits // 8 + 2 * item_bytes * elements // size.kv_group_size
     return elements * item_bytes
-
-
-def _steps(rows: int) -> int:
-    return -(-rows // _CACHE_STEP) * _CACHE_STEP
 
 
 def _activation_bytes(model: Model, num_tokens: int, chunk: int) -> int:

@@ -13,13 +13,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxgen.cache import adapter_of, leaves
+from mlxgen.cache import adapter_of, leaves, room_for
 from mlxgen.cache.build import quantize_empty
 from mlxgen.prefixcache.keys import Chunk, Key
 from mlxgen.sequence import TokenSequence
 from mlxgen.streams import generation_stream
-
-_STEP = 256  # mlx-lm's caches grow by so many rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +94,15 @@ def filled(sequence: TokenSequence, blocks: Sequence[Block], num_tokens: int) ->
         if state.kind == "quantized" and kinds[state.path] != "quantized":
             quantize_empty(cache, state.path, sequence.options.kv_group_size, sequence.options.kv_bits or 0)
     by_path = dict(leaves(cache))
-    num_rows = -(-max(num_tokens, last.chunk.end + 1) // _STEP) * _STEP
+    num_rows = room_for(max(num_tokens, last.chunk.end + 1))
     with mx.stream(generation_stream()):
         for state in last.leaves:
             leaf = by_path[state.path]
             adapter = adapter_of(leaf)
             if adapter.appends:
-                _fill_rows(leaf, state, [_rows_of(block, state, sequence) for block in blocks], num_rows)
+                pieces = [_rows_of(block, state, sequence) for block in blocks]
+                if pieces[-1]:
+                    adapter.join(leaf, pieces, num_rows)
             else:
                 # Objects of its own on the block's memory: MLX copies it before anything is written there.
                 adapter.restore(leaf, state.meta, {name: copy.copy(a) for name, a in last.of(state.path).items()})
@@ -120,24 +120,3 @@ def _rows_of(block: Block, state: LeafState, sequence: TokenSequence) -> dict[st
         parts = mx.quantize(rows[name], group_size=sequence.options.kv_group_size, bits=sequence.options.kv_bits)
         quantised |= {f"{name}{i}": part for i, part in enumerate(parts)}
     return quantised
-
-
-def _fill_rows(leaf: Any, state: LeafState, pieces: Sequence[dict[str, mx.array]], num_rows: int) -> None:
-    if not pieces[-1]:
-        return
-    parts = {name: [piece[name] for piece in pieces] for name in pieces[-1]}
-    end = sum(rows.shape[-2] for rows in next(iter(parts.values())))
-    if state.kind != "concatenate":  # which has no room behind its last row
-        for rows in parts.values():
-            shape = list(rows[0].shape)
-            shape[-2] = num_rows - end
-            rows.append(mx.zeros(shape, rows[0].dtype))
-    joined = {
-        name: mx.concatenate(rows, axis=-2) if len(rows) > 1 else copy.copy(rows[0]) for name, rows in parts.items()
-    }
-    leaf.offset = end
-    if state.kind == "quantized":
-        leaf.keys = tuple(joined[f"k{i}"] for i in range(3))
-        leaf.values = tuple(joined[f"v{i}"] for i in range(3))
-    else:
-        leaf.keys, leaf.values = joined["k"], joined["v"]

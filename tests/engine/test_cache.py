@@ -11,7 +11,6 @@ from harness import SETUPS, Setup, model
 from mlx_lm.models import cache as kinds
 
 from mlxgen.cache import CacheOptions, adapter_of, can_trim, leaves, make_cache, trim
-from mlxgen.cache.build import num_bytes
 from mlxgen.errors import InvalidValueError, UnsupportedError
 from mlxgen.sequence import TokenSequence
 from mlxgen.snapshot.export import CacheExport, export_cache, from_host
@@ -200,8 +199,8 @@ def test_max_kv_size_also_bounds_models_that_make_their_own_caches() -> None:
     bound = None
     for _ in range(20):
         sequence.feed_one()
-        bound = bound or num_bytes(sequence.cache)
-        assert num_bytes(sequence.cache) == bound
+        bound = bound or sequence.num_bytes
+        assert sequence.num_bytes == bound
 
 
 def test_kv_bits_is_refused_where_there_are_rings_and_checked() -> None:
